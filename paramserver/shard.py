@@ -1,0 +1,704 @@
+"""The whole state of one shard in one session: decides everything, does no I/O, knows no locks.
+
+Fourth stop in the walk of one Push. Time comes in as `now`, decisions come out as values with a
+reason: a `Push` to feed, a `PushResult`, or a closed `Gate` to wait at. Nothing here waits. The
+caller (`host`, a property-based test, a simulation) guards every call with one lock, except
+`Push.feed` and `Update.run`, which touch nothing shared.
+
+    push    begin -> feed ... finish -> submit -> [take_update -> run -> commit]
+    pull    pull -> read the arrays -> release
+    cut     hold -> cut -> take_cut -> read the arrays -> release
+
+ps:0 decides for all shards: who is a member, when the first round opens, which step numbers are
+granted, when the job is complete. The others adopt its roster.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from paramserver.buffers import Buffers, Pin
+from paramserver.consistency import OPEN, Gate, Progress, Sync, awaited
+from paramserver.cut import Admitted, Hold
+from paramserver.cut_off import CutOffSteps
+from paramserver.errors import (
+    AbortedError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    LeaseLostError,
+    SessionSupersededError,
+)
+from paramserver.grants import Grants
+from paramserver.layout import Array, Layout
+from paramserver.membership import (
+    KEPT_DEPARTURES,
+    Departure,
+    LastPush,
+    Member,
+    Membership,
+    Opening,
+    Roster,
+    worker_order,
+)
+from paramserver.push import PushHeader, PushResult
+from paramserver.state import Remembered, ShardState
+from paramserver.update import Push, Target, Update
+
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class View:
+    """The parameters of one version: `arrays[group]` must not be written, and are to be released.
+
+    `step` is the number granted to the puller (0: none), `complete` that these are final."""
+
+    layout: Layout
+    version: int
+    global_step: int
+    step: int
+    complete: bool
+    pin: Pin | None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a cut kept: the state, and references to all arrays, to be released."""
+
+    state: ShardState
+    layout: Layout
+    pin: Pin
+    pause_s: float
+
+
+class Shard:
+    """One shard of one session. Everything that a parameter server holds, and every decision on
+    it."""
+
+    def __init__(
+        self,
+        state: ShardState,
+        layout: Layout,
+        arrays: Sequence[Sequence[Array]],
+        lease_s: float,
+        now: float,
+    ) -> None:
+        self.state = state
+        self.job = state.job
+        self.layout = layout
+        self.version = state.version
+        self.rounds = state.rounds
+        self.superseded = False
+        self.cut_off = CutOffSteps(state.cut_off)
+        self.counts = {"applied": 0, "refused": 0, "repeated": 0, "aborted": 0}
+        self.membership = Membership(lease_s)
+        self.roster = Roster(
+            session=state.session, last_step=self.job.last_step, rounds=self.rounds
+        )
+        self._buffers = Buffers(arrays)
+        self._updates = [group.updates for group in layout.groups]
+        self._members: dict[str, Member] = {}
+        self._clocks: dict[str, int] = {}
+        self._remembered = {(r.worker, r.incarnation): r for r in state.remembered}
+        self._results: dict[Key, PushResult] = {}
+        self._in_flight: dict[Key, Push] = {}
+        self._ready: deque[Push] = deque()
+        self._staged: dict[str, Push] = {}
+        self._round_begun = False
+        self._grants = Grants(state.global_step)
+        self._writer: Update | None = None
+        self._hold: Hold | None = None
+        self._told: set[Key] = set()
+        self._opening = Opening(
+            getattr(self.job.consistency, "workers", 0),
+            getattr(self.job.consistency, "min_workers", 0),
+            [m.worker for m in state.members],
+            lease_s,
+        )
+        self._start = Gate(False, "the first round waits for workers") if self.sync else OPEN
+        if self.leads:
+            self._renew_roster()
+            self.tick(now)
+
+    # -- what it is ----------------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is ps:0, which decides for all."""
+        return self.state.index == 0
+
+    @property
+    def sync(self) -> bool:
+        """Whether gradients are aggregated in rounds."""
+        return isinstance(self.job.consistency, Sync)
+
+    @property
+    def global_step(self) -> int:
+        """ps:0: updates the job has applied. Elsewhere 0: it is not theirs to say."""
+        return self._grants.applied if self.leads else 0
+
+    @property
+    def last_step(self) -> int:
+        """The limit in force; 0: none."""
+        return self.roster.last_step
+
+    @property
+    def complete(self) -> bool:
+        """Whether the limit is reached: every granted step is applied."""
+        if not self.leads:
+            return self.roster.complete
+        return 0 < self.last_step <= self._grants.applied
+
+    @property
+    def clocks(self) -> Mapping[str, int]:
+        """Steps completed by each live worker, in order of index."""
+        return self._clocks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of variables and slots, spares included."""
+        return self._buffers.nbytes
+
+    @property
+    def nbytes_in_flight(self) -> int:
+        """Bytes of gradients that have arrived and are not applied."""
+        pushes = {id(p): p for p in (*self._in_flight.values(), *self._staged.values())}
+        return sum(p.nbytes for p in pushes.values())
+
+    def incarnation(self, worker: str) -> int:
+        """The life of a live worker."""
+        return self._members[worker].incarnation
+
+    def sequence(self, member: Key) -> int:
+        """A worker's last push that counts here; 0: none."""
+        known = self._remembered.get(member)
+        return known.sequence if known else 0
+
+    def _progress(self) -> Progress:
+        begun = self._round_begun or bool(self._staged)
+        return Progress(self._clocks, self.rounds, begun, self._start)
+
+    # -- membership ----------------------------------------------------------------------------
+
+    def join(self, member: Key, now: float) -> int:
+        """ps:0: makes a worker a member and answers the clock it counts from. Repeatable.
+
+        Raises: AlreadyExistsError while another life of it is alive; FailedPreconditionError
+        elsewhere than at ps:0."""
+        worker_order(member[0])
+        if not self.leads:
+            raise FailedPreconditionError(f"ps:{self.state.index} takes no members; join at ps:0")
+        if not member[1]:
+            raise InvalidArgumentError(f"{member[0]} has no incarnation; choose a random id")
+        if self.membership.join(member, now):
+            clock = self.job.consistency.start_clock(self._progress())
+            self._forget(member[0])
+            self._enter(Member(*member, clock))
+            self._opening.saw(member[0])
+            self._renew_roster()
+            self.tick(now)
+        return self._members[member[0]].clock
+
+    def heartbeat(self, member: Key, now: float) -> None:
+        """A sign of life. Raises: LeaseLostError if it is too late."""
+        if self.leads:
+            self.membership.renew(member, now)
+            self.tick(now)
+
+    def leave(self, member: Key, reason: str, now: float) -> None:
+        """ps:0: the worker takes no part any more. Repeatable; elsewhere the roster says it."""
+        if self.leads and self._is_member(member):
+            self._depart(member, reason)
+            self._renew_roster()
+            self.tick(now)
+
+    def tick(self, now: float) -> list[Departure]:
+        """Lets time pass: ends leases and holds, opens the first round. Returns who was dropped."""
+        if self._hold and now >= self._hold.until:
+            self._hold = None
+        if not self.leads:
+            return []
+        expired = self.membership.expired(now)
+        dropped = [
+            self._depart(member, f"lease of {self.membership.lease_s:g} s ended")
+            for member in expired
+        ]
+        changed = bool(dropped)
+        if not self._start.open:
+            self._start = self._opening.gate(len(self._clocks), now)
+            changed |= self._start.open
+        if changed:
+            self._renew_roster()
+        return dropped
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do at the latest; None: not by time alone."""
+        times = [self._hold.until if self._hold else None]
+        if self.leads:
+            times += [self.membership.next_expiry(), self._opening.deadline()]
+        return min((t for t in times if t is not None), default=None)
+
+    def adopt(self, roster: Roster) -> bool:
+        """Takes over what ps:0 decided, if it is news of this session; True if it was."""
+        if self.leads or roster.session != self.state.session:
+            return False
+        if roster.number <= self.roster.number:
+            return False
+        handled = {d.key for d in self.roster.departed}
+        decided = {d.key: d.sequence for d in roster.departed if d.key not in handled}
+        gone = [m.key for m in self._members.values() if not roster.has(m.key)]
+        # A worker that pushed at ps:0 and died before we ever heard of it has left a step, too.
+        for key in (*gone, *(key for key in decided if key not in gone)):
+            self._follow(key, decided.get(key))
+        for member in roster.members:
+            if not self._is_member(member.key):
+                self._forget(member.worker)
+                self._enter(member)
+        if roster.open:
+            self._start = OPEN
+        self.roster = roster
+        return True
+
+    def untold(self) -> list[str]:
+        """Members that have not been given the final parameters here."""
+        return [m.worker for m in self.roster.members if m.key not in self._told]
+
+    def set_last_step(self, last_step: int) -> None:
+        """ps:0: raises the limit. Raises: InvalidArgumentError for one below what is promised."""
+        if not self.leads:
+            return
+        lowest = self.last_step or self._grants.highest
+        if last_step and (last_step < lowest):
+            raise InvalidArgumentError(
+                f"the limit cannot be lowered to {last_step}, below {lowest}"
+            )
+        self.roster = replace(self.roster, last_step=last_step)
+        self.job = replace(self.job, last_step=last_step)
+        self._told.clear()
+        self._renew_roster()
+
+    def _is_member(self, member: Key) -> bool:
+        known = self._members.get(member[0])
+        return known is not None and known.incarnation == member[1]
+
+    def _check_member(self, member: Key) -> None:
+        if not self._is_member(member):
+            raise LeaseLostError(
+                f"{member[0] or 'a caller without a name'} is no member of this job (any more); "
+                "join again"
+            )
+
+    def _enter(self, member: Member) -> None:
+        self._members[member.worker] = member
+        self._members = dict(sorted(self._members.items(), key=lambda m: worker_order(m[0])))
+        self._clocks[member.worker] = member.clock
+        self._clocks = {worker: self._clocks[worker] for worker in self._members}
+
+    def _forget(self, worker: str) -> None:
+        """Drops what was kept of earlier lives of a worker."""
+        for table in (self._remembered, self._results):
+            for key in [k for k in table if k[0] == worker]:
+                del table[key]
+
+    def _depart(self, member: Key, reason: str) -> Departure:
+        """ps:0: a member is gone. What it had staged stays in its round: it may be acknowledged."""
+        departure = Departure(*member, self.sequence(member), reason)
+        self._remove(member)
+        self.membership.remove(member)
+        self._grants.give_back(member)
+        self.roster = replace(
+            self.roster, departed=(*self.roster.departed, departure)[-KEPT_DEPARTURES:]
+        )
+        return departure
+
+    def _follow(self, member: Key, decided: int | None) -> None:
+        """Elsewhere: a member is gone. Its last step may be in here and not at ps:0, or the
+        reverse."""
+        here = self.sequence(member)
+        staged = self._staged.get(member[0])
+        if decided is None:
+            decided = here
+        if here > decided and staged and staged.header.member == member:
+            del self._staged[member[0]]
+        elif self.sync:
+            self.cut_off.departed_from_round(member, here, decided)
+        else:
+            self.cut_off.departed(member, here, decided)
+        self._remove(member)
+
+    def _remove(self, member: Key) -> None:
+        if self._is_member(member):
+            del self._clocks[member[0]], self._members[member[0]]
+        self._told.discard(member)
+        self._remembered.pop(member, None)
+        self._results.pop(member, None)
+        push = self._in_flight.pop(member, None)
+        if push:
+            push.cancelled = f"{member[0]} is no member of this job any more"
+
+    def _renew_roster(self) -> None:
+        """ps:0: writes its decisions down under the next number."""
+        members = tuple(self._members.values())
+        complete = self.complete
+        last = tuple(LastPush(*m.key, self.sequence(m.key)) for m in members) if complete else ()
+        self.roster = replace(
+            self.roster,
+            number=self.roster.number + 1,
+            members=members,
+            open=self._start.open,
+            complete=complete,
+            last_pushes=last,
+            rounds=self.rounds,
+        )
+
+    # -- push ----------------------------------------------------------------------------------
+
+    def begin(self, header: PushHeader, now: float) -> Push | PushResult | Gate:
+        """Decides on a push before its gradient: take it, answer it, or let it wait for a cut.
+
+        A repeat is answered before anything else is checked. Raises: SessionSupersededError,
+        LeaseLostError, AbortedError, FailedPreconditionError, InvalidArgumentError; nothing
+        changes."""
+        member = header.member
+        known = self._remembered.get(member)
+        if known and header.sequence == known.sequence:
+            self.counts["repeated"] += 1
+            return self._results.get(member) or PushResult(
+                True, "applied", self.version, 0, self.global_step
+            )
+        self.check_session(header.session)
+        self._check_member(member)
+        if header.sequence < 1 or (known and header.sequence < known.sequence):
+            raise AbortedError(
+                f"{member[0]} sent push {header.sequence} after push {self.sequence(member)}"
+            )
+        if self.leads and self.complete:
+            self.counts["refused"] += 1
+            return PushResult(False, "job_complete", self.version, 0, self.global_step)
+        self._check_clock(header)
+        self._check_step(header)
+        if self._hold and not self.sync and not self._hold.admits(member, header.sequence):
+            return Gate(False, "a checkpoint is being cut")
+        earlier = self._in_flight.get(member)
+        if earlier:
+            if self._writer and earlier in self._writer.pushes:
+                return Gate(False, "the same push is being applied")
+            self.abort(earlier, "sent again")
+        push = Push(header, self.layout)
+        self._in_flight[member] = push
+        return push
+
+    def check_session(self, session: int) -> None:
+        """Raises: SessionSupersededError for a call from another session."""
+        if self.superseded or session != self.state.session:
+            raise SessionSupersededError(
+                "the job was restored from a checkpoint since you pulled; pull again"
+            )
+
+    def _check_clock(self, header: PushHeader) -> None:
+        clock = self._clocks[header.worker]
+        if header.clock != clock:
+            raise AbortedError(
+                f"{header.worker} pushes for clock {header.clock}, and is at clock {clock}; "
+                "pull again"
+            )
+        if self.sync and (not self._start.open or clock != self.rounds):
+            raise FailedPreconditionError(
+                f"{header.worker} pushes for round {clock} before it has begun "
+                f"(round {self.rounds} is open); pull first"
+            )
+
+    def _check_step(self, header: PushHeader) -> None:
+        """A step number must be the one that was granted; one shard alone can do without."""
+        if not self.leads:
+            if not header.step:
+                raise FailedPreconditionError(
+                    "a job of several shards needs the step number that ps:0 grants; pull first"
+                )
+            return
+        if self.sync:
+            right: int | None = self._grants.applied + 1
+        else:
+            right = self._grants.held(header.member)
+            if not header.step and right is None:
+                right = self._grants.take(header.member, self.last_step)
+                if right is None:
+                    raise FailedPreconditionError(
+                        f"the last steps are granted to {', '.join(self._grants.holders())}"
+                    )
+        if header.step and header.step != right:
+            raise AbortedError(f"step {header.step} is not granted to {header.worker}; pull again")
+
+    def abort(self, push: Push, why: str = "broken off") -> None:
+        """Ends a push that will not be completed. Nothing has changed. Repeatable."""
+        if self._in_flight.get(push.header.member) is push:
+            del self._in_flight[push.header.member]
+            self.counts["aborted"] += 1
+        push.cancelled = push.cancelled or why
+
+    def submit(self, push: Push) -> PushResult | None:
+        """A push is complete (`Push.finish` went through). In a synchronous job it counts from
+        here.
+
+        Returns its result, or None: it is in once an update with it has been committed
+        (`result_of`). Raises: AbortedError if it was cancelled meanwhile."""
+        self._check_in_flight(push)
+        if not self.sync:
+            self._ready.append(push)
+            return None
+        member = push.header.member
+        del self._in_flight[member]
+        self._staged[member[0]] = push
+        return self._remember(push, self.version + 1, self.global_step + self.leads)
+
+    def result_of(self, push: Push) -> PushResult | None:
+        """The result of a submitted push; None: not applied yet. Raises: AbortedError."""
+        known = self._remembered.get(push.header.member)
+        if known and known.sequence == push.header.sequence:
+            return self._results[push.header.member]
+        self._check_in_flight(push)
+        return None
+
+    def _check_in_flight(self, push: Push) -> None:
+        if self.superseded:
+            self.check_session(0)
+        if push.cancelled:
+            raise AbortedError(f"push {push.header.sequence}: {push.cancelled}")
+
+    def _remember(self, push: Push, version: int, global_step: int) -> PushResult:
+        header = push.header
+        clock = self._clocks[header.worker] = header.clock + 1
+        self._remembered[header.member] = Remembered(
+            header.worker, header.incarnation, header.sequence, clock
+        )
+        staleness = max(0, version - 1 - header.pulled_version)
+        result = PushResult(True, "applied", version, staleness, global_step)
+        self._results[header.member] = result
+        self.counts["applied"] += 1
+        return result
+
+    # -- update --------------------------------------------------------------------------------
+
+    def take_update(self) -> Update | None:
+        """The next version to make, if there is one and nobody is making another. Run, then
+        commit."""
+        if self._writer or self.superseded:
+            return None
+        pushes = self._next_round() if self.sync else self._next_ready()
+        if not pushes:
+            return None
+        flats = self._buffers.flat
+        groups = sorted({g for push in pushes for g in push.groups})
+        if not all(flat.has_spare() for g in groups for flat in flats[g]):
+            return None
+        targets = [
+            Target(
+                g,
+                self._updates[g] + 1,
+                flats[g],
+                [flat.current.view() for flat in flats[g]],
+                [flat.spare() for flat in flats[g]],
+            )
+            for g in groups
+        ]
+        # An ungranted push (one shard alone) is evaluated at the number it will get.
+        step = pushes[0].header.step or self._grants.held(pushes[0].header.member)
+        rule = self.job.optimizer.at(step or self._grants.applied + 1)
+        self._writer = Update(pushes, rule, targets)
+        return self._writer
+
+    def commit(self, update: Update) -> None:
+        """Publishes what `Update.run` made: one swap of references, one version more.
+
+        Called once for every update taken, also if `run` failed: then nothing changes."""
+        self._writer = None
+        live = not self.superseded and (self.sync or not update.pushes[0].cancelled)
+        publish = update.done and live
+        for target in update.targets:
+            for flat, spare in zip(target.flats, target.spares, strict=True):
+                if publish:
+                    flat.publish(spare)
+                else:
+                    flat.discard(spare)
+            self._updates[target.group] += publish
+        if self.sync:
+            if publish:
+                self._close_round(update.pushes)
+            return
+        push = update.pushes[0]
+        if self._ready and self._ready[0] is push:
+            self._ready.popleft()
+        if publish:
+            self._in_flight.pop(push.header.member, None)
+            self.version += 1
+            if self.leads:
+                self._grants.spend(push.header.member)
+            self._remember(push, self.version, self.global_step)
+            self._announce_completion()
+        else:
+            self.abort(push, push.cancelled or "failed")
+
+    def _next_ready(self) -> list[Push]:
+        while self._ready and self._ready[0].cancelled:
+            self._ready.popleft()
+        return [self._ready[0]] if self._ready else []
+
+    def _next_round(self) -> list[Push]:
+        """The gradients of the open round in worker-index order, if it can be closed."""
+        while self._start.open and not awaited(self._progress()) and self._may_close():
+            if self._staged:
+                return [self._staged[w] for w in sorted(self._staged, key=worker_order)]
+            ahead = any(clock > self.rounds for clock in self._clocks.values())
+            if not ahead and not self._round_begun:
+                break
+            self._close_round(())
+        return []
+
+    def _may_close(self) -> bool:
+        return self._hold is None or self._hold.closes(self.rounds)
+
+    def _close_round(self, pushes: Sequence[Push]) -> None:
+        """A round is over. Without gradients (all its workers died) it is no version."""
+        if pushes:
+            self.version += 1
+            if self.leads:
+                self._grants.applied += 1
+        self.rounds += 1
+        self._round_begun = False
+        self.cut_off.closed_round([p.header.member for p in pushes])
+        for push in pushes:
+            del self._staged[push.header.worker]
+        self._announce_completion()
+
+    def _announce_completion(self) -> None:
+        if self.leads and self.complete and not self.roster.complete:
+            self._renew_roster()
+
+    # -- pull ----------------------------------------------------------------------------------
+
+    def pull(
+        self, session: int, member: Key, clock: int | None, values: bool = True
+    ) -> View | Gate:
+        """The current parameters (references only), or what to wait for.
+
+        `clock` None reads now and takes no part. Raises: SessionSupersededError, LeaseLostError,
+        AbortedError. A view with values must be given back with `release`."""
+        if session or clock is not None:
+            self.check_session(session)
+        step, complete = 0, False
+        if clock is not None:
+            self._check_member(member)
+            gate = self._pull_gate(member, clock)
+            if not gate.open:
+                return gate
+            complete = self.complete
+            if complete:
+                self._told.add(member)
+            elif self.leads:
+                step = self._grant(member)
+                if not step:
+                    return Gate(
+                        False, f"the last steps are granted to {', '.join(self._grants.holders())}"
+                    )
+        pin = self._buffers.pin(slots=False) if values else None
+        return View(self.layout, self.version, self.global_step, step, complete, pin)
+
+    def release(self, pin: Pin) -> None:
+        """Gives back the references of a view or a snapshot."""
+        self._buffers.release(pin)
+
+    def _grant(self, member: Key) -> int:
+        if self.sync:
+            self._round_begun = True
+            return self._grants.applied + 1
+        return self._grants.take(member, self.last_step) or 0
+
+    def _pull_gate(self, member: Key, clock: int) -> Gate:
+        if self.complete:
+            return self._final_gate()
+        if clock != self._clocks[member[0]]:
+            raise AbortedError(
+                f"{member[0]} pulls for clock {clock} and is at clock {self._clocks[member[0]]}; "
+                "join again"
+            )
+        return self.job.consistency.gate(clock, self._progress())
+
+    def _final_gate(self) -> Gate:
+        """The job is complete; elsewhere than at ps:0 the last pushes may still be on their way."""
+        for last in () if self.leads else self.roster.last_pushes:
+            if self._is_member(last.key) and self.sequence(last.key) < last.sequence:
+                return Gate(False, f"the last push of {last.worker} is on its way")
+        if self.sync and not self.leads and self.rounds < self.roster.rounds:
+            return Gate(False, f"the last round, {self.roster.rounds - 1}, is being applied")
+        return OPEN
+
+    # -- cut -----------------------------------------------------------------------------------
+
+    def hold(self, cut: int, now: float, until: float) -> Admitted:
+        """Admits no further push (sync: closes no further round) until the cut, or `until`.
+
+        Raises: FailedPreconditionError while another cut is being made."""
+        if self._hold and self._hold.cut != cut:
+            raise FailedPreconditionError("another checkpoint is being cut; try again")
+        if not self._hold:
+            self._hold = Hold(cut, now, until)
+        sequences = {key: r.sequence for key, r in self._remembered.items()}
+        for key, push in self._in_flight.items():
+            sequences[key] = max(sequences.get(key, 0), push.header.sequence)
+        busy = self.sync and self._writer is not None
+        return Admitted(sequences, self.rounds + busy)
+
+    def cut(self, cut: int, admit: Mapping[Key, int], rounds: int) -> None:
+        """Says how far to admit. Raises: FailedPreconditionError if the hold has ended."""
+        if not self._hold or self._hold.cut != cut:
+            raise FailedPreconditionError("the hold of this checkpoint has ended; begin again")
+        self._hold.admit, self._hold.rounds = admit, rounds
+
+    def cut_gate(self, cut: int) -> Gate:
+        """Whether the shard has come to the cut. Raises: FailedPreconditionError."""
+        if not self._hold or self._hold.cut != cut:
+            raise FailedPreconditionError("the hold of this checkpoint has ended; begin again")
+        if self._writer:
+            return Gate(False, "an update is being applied")
+        if self.sync:
+            late = self.rounds < (self._hold.rounds or 0)
+            return Gate(False, f"round {self.rounds} is open") if late else OPEN
+        for member, sequence in (self._hold.admit or {}).items():
+            if self._is_member(member) and self.sequence(member) < sequence:
+                return Gate(False, f"push {sequence} of {member[0]} is on its way")
+        return OPEN
+
+    def take_cut(self, now: float) -> Snapshot:
+        """Keeps references to everything at this instant, and goes on. The gate must be open."""
+        assert self._hold is not None
+        pause = now - self._hold.since
+        self._hold = None
+        staged = {p.header.member for p in self._staged.values()}
+        # A staged gradient is not in the cut, so the cut must not remember it as applied.
+        remembered = tuple(
+            replace(r, sequence=r.sequence - 1, clock=r.clock - 1) if key in staged else r
+            for key, r in self._remembered.items()
+        )
+        variables = tuple(replace(v, updates=self._updates[v.group]) for v in self.layout.variables)
+        members = tuple(
+            replace(self._members[worker], clock=clock) for worker, clock in self._clocks.items()
+        )
+        state = replace(
+            self.state,
+            job=self.job,
+            variables=variables,
+            version=self.version,
+            global_step=self.global_step,
+            rounds=self.rounds,
+            remembered=remembered,
+            members=members,
+            cut_off=tuple(self.cut_off.steps),
+        )
+        return Snapshot(state, self.layout, self._buffers.pin(slots=True), pause)
+
+    def release_hold(self, cut: int) -> None:
+        """Goes on as if nothing had been held. Repeatable."""
+        if self._hold and self._hold.cut == cut:
+            self._hold = None
