@@ -1,0 +1,117 @@
+"""What a pull brings: the parameters by name, read-only, all of a shard of one version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paramserver.errors import InvalidArgumentError, NotFoundError
+from paramserver.layout import DTYPES, Array, Layout, Range, some
+
+
+class Received:
+    """The arrays of one shard's answer while it arrives. Fed by one thread.
+
+    Costs one copy: from the message into one array for each requested range."""
+
+    def __init__(self, layout: Layout, names: Sequence[str]) -> None:
+        self.layout = layout
+        self._missing = 0
+        self._parts: list[tuple[Range, Array]] = []
+        for piece in layout.ranges(names):
+            array = np.empty(piece.count, DTYPES[layout.groups[piece.group].dtype])
+            self._parts.append((piece, array))
+            self._missing += piece.count
+
+    def add(self, piece: Range, values: Array) -> None:
+        """Takes a piece. Raises: InvalidArgumentError for one that was not asked for."""
+        for wanted, array in self._parts:
+            start = piece.offset - wanted.offset
+            if wanted.group == piece.group and 0 <= start <= wanted.count - piece.count:
+                np.copyto(array[start : start + piece.count], values)
+                self._missing -= piece.count
+                return
+        raise InvalidArgumentError(f"the server sent {piece}, which was not asked for")
+
+    def finish(self) -> None:
+        """Checks that all has come, once the last message has. Raises: InvalidArgumentError."""
+        if self._missing:
+            raise InvalidArgumentError(f"the server left out {self._missing} elements")
+        for _, array in self._parts:
+            array.flags.writeable = False
+
+    def array(self, name: str) -> Array | None:
+        """The variable in its shape, read-only; None if it was not asked for."""
+        variable = self.layout[name]
+        if not variable.size:
+            empty = np.empty(variable.shape, DTYPES[variable.dtype])
+            empty.flags.writeable = False
+            return empty
+        for piece, array in self._parts:
+            start = variable.offset - piece.offset
+            if piece.group == variable.group and 0 <= start < piece.count:
+                return array[start : start + variable.size].reshape(variable.shape)
+        return None
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a gradient computed from a pull needs to be pushed: the step it is for, and its base."""
+
+    session: int
+    incarnation: int
+    clock: int
+    step: int
+    versions: tuple[int, ...]
+
+
+class Params(Mapping[str, Array]):
+    """The parameters of one pull: name -> read-only array. Yours to keep; nothing changes them.
+
+    `version` is the global_step they are of, `versions` each shard's own count, `complete` whether
+    the job is over and these are final. To change an array, take a `copy()`: writing into one
+    raises ValueError. Iterates over the names that were asked for, sorted. Thread-safe."""
+
+    def __init__(
+        self,
+        received: Sequence[Received],
+        names: Sequence[str],
+        version: int,
+        versions: tuple[int, ...],
+        complete: bool,
+        ticket: Ticket | None,
+    ) -> None:
+        self.version = version
+        self.versions = versions
+        self.complete = complete
+        self.ticket = ticket
+        self._received = received
+        self._names = names
+        self._views: dict[str, Array] = {}
+
+    def __getitem__(self, name: str) -> Array:
+        view = self._views.get(name)
+        if view is not None:
+            return view
+        for received in self._received:
+            if name in received.layout:
+                array = received.array(name)
+                if array is not None:
+                    self._views[name] = array
+                    return array
+        raise NotFoundError(f"{name!r} was not pulled; there are {some(self._names)}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def copy(self) -> dict[str, Array]:
+        """Writable copies by name, independent of everything."""
+        return {name: self[name].copy() for name in self}
+
+    def __repr__(self) -> str:
+        return f"Params({some(self._names)}; version={self.version}, complete={self.complete})"
