@@ -1,0 +1,556 @@
+"""What a worker holds: pulls parameters, pushes gradients, over any number of shards as if over
+one.
+
+Second stop in the walk of one Push: the gradients are split by where their variables lie, encoded,
+and sent to all shards at once, in one call a shard however many variables there are. A worker's
+step reaches every shard, an empty message if need be, so that all clocks agree.
+
+Every call may be repeated after a lost connection: a push carries (worker, incarnation, sequence),
+and a shard counts it once. Heartbeats have a thread of their own: a worker in a long computation is
+alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import numpy.typing as npt
+
+from paramserver import cluster, codec, convert, transport
+from paramserver.connection import CALL_S, Connection, left, until
+from paramserver.consistency import Async, Consistency
+from paramserver.control_client import ControlClient
+from paramserver.convert import CarriesRoster
+from paramserver.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    NotInitializedError,
+    ParamServerError,
+)
+from paramserver.job import Job
+from paramserver.layout import Array, Range, check_finite
+from paramserver.link import Link
+from paramserver.membership import worker_order
+from paramserver.optimizers import SGD, Optimizer
+from paramserver.params import Params, Received, Ticket
+from paramserver.push import PushResult
+from paramserver.retry import RETRYABLE, Retry, backoff
+from paramserver.v1 import parameter_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+Parts = list[tuple[Range, Array]]
+_Call = Any
+_RNG = random.Random()
+
+#: An attempt at a call that waits ends after this time and is made again, in seconds.
+ATTEMPT_S = 300.0
+
+#: A push may take longer than other calls that never wait, by its bytes at this rate.
+SLOWEST_BYTES_PER_S = 4e6
+
+
+class Client:
+    """One worker's (or reader's) view of all shards.
+
+    `addresses`: "host:port[,host:port]" or a list, in any order: the shards say which is which.
+    `worker`: "role:index", "worker:0"; without it the client can initialise and read, not take
+    part. It joins at its first waiting pull or push. `connect_timeout`: seconds to keep trying when
+    a shard cannot be reached or is empty. `on_wait`: told in words what is waited for; default: a
+    log line.
+
+    Thread-safe: one call at a time, others wait for it. Not usable in a forked child.
+    Raises: ConfigError for addresses or a worker that cannot be; nothing is called yet."""
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        worker: str = "",
+        *,
+        connect_timeout: float = 60.0,
+        on_wait: Callable[[str], None] | None = None,
+        keepalive_s: float = transport.KEEPALIVE_S,
+        max_message_bytes: int = transport.MAX_MESSAGE_BYTES,
+    ) -> None:
+        self._addresses = cluster.parse_hosts(addresses, "addresses")
+        if worker:
+            worker_order(worker)
+        self.worker = worker
+        self._connect_timeout = connect_timeout
+        self._keepalive_s = keepalive_s
+        self._on_wait = on_wait or (lambda line: _log.info("%s", line))
+        self._conn = Connection(
+            self._addresses,
+            worker,
+            connect_timeout,
+            self._on_wait,
+            lambda address: Link(address, keepalive_s, max_message_bytes),
+        )
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        # Guarded by _lock.
+        self._sequence = 0
+        self._member = 0
+        self._ticket: Ticket | None = None
+        #: What became of this client's last push; None before the first.
+        self.last_result: PushResult | None = None
+
+    # -- the job -------------------------------------------------------------------------------
+
+    def initialize(
+        self,
+        variables: Mapping[str, npt.ArrayLike],
+        optimizer: Optimizer | None = None,
+        consistency: Consistency | None = None,
+        *,
+        last_step: int = 0,
+        settings: Mapping[str, str] | None = None,
+    ) -> bool:
+        """Gives the shards their variables, all or nothing; True if it did, False if this very
+        model was there already (the first wins, nothing changes). Blocks.
+
+        Raises: AlreadyExistsError that names what differs from the model that is there;
+        PermissionDeniedError while somebody else is chief."""
+        job = Job(
+            optimizer=optimizer or SGD(),
+            consistency=consistency or Async(),
+            last_step=last_step,
+            settings=settings or {},
+        )
+        arrays = {name: codec.initial_array(name, value) for name, value in variables.items()}
+        with (
+            self._call(),
+            ControlClient(
+                [str(a) for a in self._addresses],
+                f"{self.worker or 'client'} (pid {self._pid})",
+                connect_timeout=self._connect_timeout,
+                on_wait=self._on_wait,
+                keepalive_s=self._keepalive_s,
+            ) as control,
+        ):
+            return control.initialize(arrays, job)
+
+    def job(self, timeout: float | None = None) -> Job:
+        """The job's settings. Blocks until the shards have been initialised."""
+        with self._call():
+            self._conn.connect(until(timeout))
+            return self._conn.job
+
+    # -- pull ----------------------------------------------------------------------------------
+
+    def pull(
+        self, names: Sequence[str] | None = None, wait: bool = True, timeout: float | None = None
+    ) -> Params:
+        """The parameters (all, or `names`), of one version on each shard.
+
+        `wait`: take part, that is wait for this worker's clock, and get the right to push one step;
+        if the job is over, answers the final parameters with `complete`. Else read now. Blocks;
+        after a restore or a lost lease it joins again by itself.
+
+        Raises: NotFoundError; DeadlineExceededError after `timeout` seconds; UnavailableError when
+        a shard stays away for longer than `connect_timeout`."""
+        with self._call():
+            return self._pull(tuple(names or ()), wait, until(timeout))
+
+    def _pull(self, names: tuple[str, ...], wait: bool, deadline: float) -> Params:
+        delays = backoff(0.05, 1.0, _RNG)
+        give_up = None
+        while True:
+            if wait:
+                self._enter(deadline)
+            else:
+                self._conn.connect(deadline)
+            try:
+                return self._pull_once(names, wait, header_only=False, deadline=deadline)
+            except (AbortedError, NotInitializedError) as error:
+                now = time.monotonic()
+                give_up = give_up or now + self._connect_timeout
+                if now > min(deadline, give_up):
+                    raise
+                self._start_over(str(error))
+                self._conn.closing.wait(next(delays))
+
+    def _pull_once(
+        self, names: tuple[str, ...], wait: bool, header_only: bool, deadline: float
+    ) -> Params:
+        """One pull from all shards at once."""
+        self._check_names(names)
+        options = [self._options(link, names, wait, header_only) for link in self._conn.links]
+        with self._cancelling(
+            [
+                link.start_pull(self._conn.caller(link), option, _attempt(deadline))
+                for link, option in zip(self._conn.links, options, strict=True)
+            ]
+        ) as calls:
+            answers = [
+                self._finish_pull(i, link, names, options[i], calls, deadline)
+                for i, link in enumerate(self._conn.links)
+            ]
+        return self._params(names, wait, answers, deadline)
+
+    def _finish_pull(
+        self,
+        i: int,
+        link: Link,
+        names: tuple[str, ...],
+        options: pb.PullOptions,
+        calls: list[_Call],
+        deadline: float,
+    ) -> tuple[Received | None, pb.PullHeader]:
+        retry: Retry | None = None
+        while True:
+            received = self._receiver(link, names, options)
+            try:
+                header = link.finish_pull(calls[i], received, self._conn.on_waiting)
+            except RETRYABLE as error:
+                retry = self._conn.pause(retry, link, error, deadline)
+                calls[i] = link.start_pull(self._conn.caller(link), options, _attempt(deadline))
+            else:
+                self._learn(header)
+                return received, header
+
+    def _params(
+        self,
+        names: tuple[str, ...],
+        wait: bool,
+        answers: list[tuple[Received | None, pb.PullHeader]],
+        deadline: float,
+    ) -> Params:
+        """Puts the shards' answers together; if the job is over, sees that all of them are
+        final."""
+        head = answers[0][1]
+        for i, link in enumerate(self._conn.links):
+            if head.complete and not answers[i][1].complete:
+                options = self._options(link, names, True, answers[i][0] is None)
+                call = link.start_pull(self._conn.caller(link), options, _attempt(deadline))
+                with self._cancelling([call]) as calls:
+                    answers[i] = self._finish_pull(0, link, names, options, calls, deadline)
+        versions = tuple(header.version for _, header in answers)
+        ticket = None
+        if wait:
+            ticket = Ticket(
+                self._conn.session, self._conn.incarnation, self._conn.clock, head.step, versions
+            )
+            self._ticket = ticket
+        wanted = sorted(
+            names or (v.name for link in self._conn.links for v in link.layout.variables)
+        )
+        received = [r for r, _ in answers if r is not None]
+        return Params(received, wanted, head.global_step, versions, head.complete, ticket)
+
+    def _options(
+        self, link: Link, names: tuple[str, ...], wait: bool, header_only: bool
+    ) -> pb.PullOptions:
+        here = [name for name in names if name in link.layout]
+        return pb.PullOptions(
+            wait=wait,
+            clock=self._conn.clock if wait else 0,
+            names=here,
+            header_only=header_only or (bool(names) and not here),
+        )
+
+    def _receiver(
+        self, link: Link, names: tuple[str, ...], options: pb.PullOptions
+    ) -> Received | None:
+        return None if options.header_only else Received(link.layout, options.names)
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._conn.link_of(name)
+
+    # -- push ----------------------------------------------------------------------------------
+
+    def push(
+        self,
+        grads: Mapping[str, npt.ArrayLike],
+        params: Params | None = None,
+        *,
+        examples: int = 0,
+        timeout: float | None = None,
+    ) -> PushResult:
+        """Pushes one step's gradients: name -> array of the variable's shape and dtype.
+
+        Computed from the last waiting pull, or from `params`. Variables left out are not updated
+        (in sync their gradient is zero); no gradients at all is a step all the same. Waits for no
+        other worker, unless there was no pull: then it waits for its turn first. Blocks until all
+        shards have answered; the answer is ps:0's. The arrays are only read, and only until it
+        returns.
+
+        Raises: InvalidArgumentError, NotFoundError before anything is sent; AbortedError if the
+        step counts no more (pull again); UnavailableError if a shard stays away, and then it is not
+        known whether the step counts."""
+        with self._call():
+            deadline = until(timeout)
+            self._enter(deadline)
+            parts = self._split(grads)
+            ticket = self._use_ticket(params, deadline)
+            if ticket is None:
+                return PushResult(False, "job_complete", 0, 0, 0)
+            return self._push_once(ticket, parts, examples, deadline)
+
+    def push_pull(
+        self,
+        grads: Mapping[str, npt.ArrayLike],
+        params: Params | None = None,
+        *,
+        examples: int = 0,
+        timeout: float | None = None,
+    ) -> Params:
+        """`push` and the next waiting `pull` in one round trip, on a stream that stays open.
+
+        The push's result is `client.last_result`. Raises what the two raise."""
+        with self._call():
+            deadline = until(timeout)
+            self._enter(deadline)
+            parts = self._split(grads)
+            ticket = self._use_ticket(params, deadline)
+            if ticket is None:
+                return self._pull((), True, deadline)
+            return self._turn(ticket, parts, examples, deadline)
+
+    def _split(self, grads: Mapping[str, npt.ArrayLike]) -> list[Parts]:
+        """The gradients by shard, in layout order, checked in full before anything is sent."""
+        parts: list[Parts] = [[] for _ in self._conn.links]
+        for name, value in grads.items():
+            link = self._conn.link_of(name)
+            variable = link.layout[name]
+            array = codec.gradient_array(name, value, variable)
+            if not variable.size:
+                continue
+            piece = Range(variable.group, variable.offset, variable.size)
+            check_finite(link.layout, piece, array)
+            parts[link.index or 0].append((piece, array))
+        for own in parts:
+            own.sort(key=lambda part: (part[0].group, part[0].offset))
+        return parts
+
+    def _use_ticket(self, params: Params | None, deadline: float) -> Ticket | None:
+        """The right to push one step, spent by this call; None: the job is over.
+
+        Raises: AbortedError for params of another session."""
+        ticket = params.ticket if params is not None else self._ticket
+        if ticket is not None and (ticket.session, ticket.incarnation) != (
+            self._conn.session,
+            self._conn.incarnation,
+        ):
+            raise AbortedError(
+                "the job was restored, or this worker joined again, since these parameters were "
+                "pulled; pull again"
+            )
+        if ticket is not None and ticket.clock == self._conn.clock and ticket.step:
+            self._ticket = None
+            return ticket
+        base = params.versions if params is not None else None
+        fresh = self._pull_once((), True, header_only=True, deadline=deadline)
+        self._ticket = None
+        if fresh.complete or fresh.ticket is None:
+            return None
+        if base is None:
+            return fresh.ticket
+        return Ticket(
+            self._conn.session, self._conn.incarnation, self._conn.clock, fresh.ticket.step, base
+        )
+
+    def _push_once(
+        self, ticket: Ticket, parts: list[Parts], examples: int, deadline: float
+    ) -> PushResult:
+        with self._step_or_nothing() as sequence:
+
+            def start(link: Link) -> _Call:
+                header = self._header(link, ticket, sequence, examples)
+                own = parts[link.index or 0]
+                return link.start_push(header, own, _call_s(own, deadline))
+
+            with self._cancelling([start(link) for link in self._conn.links]) as calls:
+                responses = []
+                for i, link in enumerate(self._conn.links):
+                    retry: Retry | None = None
+                    while True:
+                        try:
+                            response = link.finish_push(calls[i])
+                            break
+                        except RETRYABLE as error:
+                            retry = self._conn.pause(retry, link, error, deadline)
+                            calls[i] = start(link)
+                    self._learn(response)
+                    responses.append(response)
+        self.last_result = convert.push_result_from_proto(responses[0].result)
+        return self.last_result
+
+    def _turn(self, ticket: Ticket, parts: list[Parts], examples: int, deadline: float) -> Params:
+        timer = None
+        if deadline < float("inf"):
+            timer = threading.Timer(max(0.0, deadline - time.monotonic()), self._conn.end_turns)
+            timer.daemon = True
+            timer.start()
+        try:
+            return self._turn_once(ticket, parts, examples, deadline)
+        except BaseException as error:
+            self._conn.end_turns()
+            if isinstance(error, ParamServerError) and time.monotonic() >= deadline:
+                raise DeadlineExceededError(f"the deadline is over: {error}") from error
+            raise
+        finally:
+            if timer:
+                timer.cancel()
+
+    def _turn_once(
+        self, ticket: Ticket, parts: list[Parts], examples: int, deadline: float
+    ) -> Params:
+        options = [pb.PullOptions(wait=True, clock=ticket.clock + 1) for _ in self._conn.links]
+
+        def start(link: Link) -> None:
+            i = link.index or 0
+            link.start_turn(self._header(link, ticket, sequence, examples), parts[i], options[i])
+
+        with self._step_or_nothing() as sequence:
+            for link in self._conn.links:
+                start(link)
+            results = []
+            for link in self._conn.links:
+                retry: Retry | None = None
+                while True:
+                    try:
+                        response = link.turn_result()
+                        break
+                    except RETRYABLE as error:
+                        link.end_turns()
+                        retry = self._conn.pause(retry, link, error, deadline)
+                        start(link)
+                self._learn(response)
+                results.append(response)
+        self.last_result = convert.push_result_from_proto(results[0].result)
+        try:
+            answers = [
+                self._finish_turn(link, options[link.index or 0], deadline)
+                for link in self._conn.links
+            ]
+        except (AbortedError, NotInitializedError) as error:
+            # The step is in; what came after it is a pull like any other.
+            self._start_over(str(error))
+            return self._pull((), True, deadline)
+        return self._params((), True, answers, deadline)
+
+    def _finish_turn(
+        self, link: Link, options: pb.PullOptions, deadline: float
+    ) -> tuple[Received | None, pb.PullHeader]:
+        received = Received(link.layout, ())
+        try:
+            header = link.finish_turn(received, self._conn.on_waiting)
+        except RETRYABLE as error:
+            # The push half counts; only the pull is made again.
+            link.end_turns()
+            self._conn.pause(None, link, error, deadline)
+            call = link.start_pull(self._conn.caller(link), options, _attempt(deadline))
+            with self._cancelling([call]) as calls:
+                return self._finish_pull(0, link, (), options, calls, deadline)
+        self._learn(header)
+        return received, header
+
+    @contextmanager
+    def _step_or_nothing(self) -> Iterator[int]:
+        """Around one push to all shards: the sequence number to use.
+
+        If it does not go through everywhere, nobody knows which shards have it; the worker then
+        leaves and will join as new, and ps:0's word decides."""
+        sequence = self._sequence + 1
+        try:
+            yield sequence
+        except BaseException as error:
+            self._start_over(f"push {sequence} failed: {error}", leave=True)
+            raise
+        self._sequence = sequence
+        self._conn.clock += 1
+
+    def _header(self, link: Link, ticket: Ticket, sequence: int, examples: int) -> pb.PushHeader:
+        return pb.PushHeader(
+            caller=self._conn.caller(link),
+            sequence=sequence,
+            clock=ticket.clock,
+            step=ticket.step,
+            pulled_version=ticket.versions[link.index or 0],
+            examples=examples,
+        )
+
+    def leave(self, reason: str = "done") -> None:
+        """Takes no part any more: nobody waits for this worker. It may join again. Idempotent."""
+        with self._call():
+            self._conn.end_turns()
+            self._conn.leave(reason)
+            self._ticket = None
+
+    def close(self) -> None:
+        """Leaves, and ends all connections. Idempotent. A call in another thread is interrupted."""
+        if self._pid == os.getpid():
+            self._conn.closing.set()
+            self._conn.end_turns()
+            with self._lock:
+                self._conn.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _enter(self, deadline: float) -> None:
+        """Is connected and a member when it returns. A new membership counts its pushes from 1."""
+        self._conn.connect(deadline)
+        self._conn.join(deadline)
+        if self._member != self._conn.incarnation:
+            self._member, self._sequence, self._ticket = self._conn.incarnation, 0, None
+
+    def _start_over(self, why: str, leave: bool = False) -> None:
+        self._ticket = None
+        self._conn.start_over(why, leave)
+
+    def _learn(self, answer: CarriesRoster) -> None:
+        if answer.HasField("roster"):
+            self._conn.learn(answer.roster)
+
+    # -- small things --------------------------------------------------------------------------
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Around every public call: one at a time, and only in the process that made the client."""
+        if os.getpid() != self._pid:
+            raise FailedPreconditionError(
+                f"this client belongs to process {self._pid}; make a new one after a fork"
+            )
+        with self._lock:
+            if self._conn.closing.is_set():
+                raise FailedPreconditionError("this client is closed")
+            yield
+
+    @contextmanager
+    def _cancelling(self, calls: list[_Call]) -> Iterator[list[_Call]]:
+        """Cancels what is still running of `calls` if anything goes wrong."""
+        try:
+            yield calls
+        except BaseException:
+            for call in calls:
+                call.cancel()
+            raise
+
+
+def _attempt(deadline: float) -> float:
+    return min(ATTEMPT_S, left(deadline))
+
+
+def _call_s(parts: Parts, deadline: float) -> float:
+    nbytes = sum(array.nbytes for _, array in parts)
+    return min(CALL_S + nbytes / SLOWEST_BYTES_PER_S, left(deadline))

@@ -1,0 +1,194 @@
+"""A client's link to one shard: the calls of the data path, one attempt each. Decides no retries.
+
+Between the second and the third stop in the walk of one Push. Not thread-safe but for `heartbeat`;
+its owner guards it.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from paramserver import codec, framing, transport
+from paramserver.cluster import Address
+from paramserver.errors import UnavailableError
+from paramserver.framing import Frame
+from paramserver.layout import Array, Range, plan
+from paramserver.params import Received
+from paramserver.status import call_errors
+from paramserver.v1 import parameter_pb2 as pb
+
+EMPTY = plan(())
+
+#: A call that is under way. gRPC has no public names for these.
+PushCall = Any
+PullCall = Any
+
+Answer = TypeVar("Answer", pb.PullResponse, pb.PushPullResponse)
+
+#: What a client does with a Waiting message.
+OnWaiting = Callable[["Link", pb.Waiting], None]
+
+
+class Link:
+    """One client's connection to one parameter server."""
+
+    def __init__(self, address: Address, keepalive_s: float, max_message_bytes: int) -> None:
+        self.address = address
+        self._channel = transport.make_channel(
+            address.target, keepalive_s=keepalive_s, max_message_bytes=max_message_bytes
+        )
+        self._stub = transport.ParameterStub(self._channel)
+        self._turns: _Turns | None = None
+        #: Which shard it leads to, and what that holds; set by the client once it has asked.
+        self.index: int | None = None
+        self.layout = EMPTY
+        #: Number of the newest roster that the shard has had from us.
+        self.told = -1
+
+    @property
+    def peer(self) -> str:
+        """For messages: "ps:1 at 10.0.0.7:1682"."""
+        return f"{'ps' if self.index is None else f'ps:{self.index}'} at {self.address}"
+
+    # -- membership ----------------------------------------------------------------------------
+
+    def join(self, caller: pb.Caller, timeout_s: float) -> pb.JoinResponse:
+        """Asks what the shard is, and (with a worker's name) takes part. Blocks."""
+        with call_errors(self.peer):
+            return self._stub.Join(pb.JoinRequest(caller=caller), timeout=timeout_s)
+
+    def heartbeat(self, caller: pb.Caller, timeout_s: float) -> pb.HeartbeatResponse:
+        """Renews the lease, or carries news. Blocks. Thread-safe."""
+        with call_errors(self.peer):
+            return self._stub.Heartbeat(pb.HeartbeatRequest(caller=caller), timeout=timeout_s)
+
+    def leave(self, caller: pb.Caller, reason: str, timeout_s: float) -> pb.LeaveResponse:
+        """Says good-bye. Blocks."""
+        with call_errors(self.peer):
+            return self._stub.Leave(
+                pb.LeaveRequest(caller=caller, reason=reason), timeout=timeout_s
+            )
+
+    # -- push and pull -------------------------------------------------------------------------
+
+    def start_push(
+        self, header: pb.PushHeader, parts: Iterable[tuple[Range, Array]], timeout_s: float
+    ) -> PushCall:
+        """Begins a push; `finish_push` reads what became of it. `parts` are read while it runs."""
+        first = pb.PushRequest(header=header)
+        return self._stub.Push.future(_frames(first, parts), timeout=timeout_s)
+
+    def finish_push(self, call: PushCall) -> pb.PushResponse:
+        """Waits for a push's result."""
+        with call_errors(self.peer):
+            response: pb.PushResponse = call.result()
+            return response
+
+    def start_pull(
+        self, caller: pb.Caller, options: pb.PullOptions, timeout_s: float | None
+    ) -> PullCall:
+        """Begins a pull; `finish_pull` reads it."""
+        request = pb.PullRequest(caller=caller, options=options)
+        return self._stub.Pull(request, timeout=timeout_s)
+
+    def finish_pull(
+        self, call: Iterator[bytes], received: Received | None, on_waiting: OnWaiting
+    ) -> pb.PullHeader:
+        """Reads the answer to a pull into `received` (None: only the header is wanted)."""
+        with call_errors(self.peer):
+            return self._read(pb.PullResponse, call, received, on_waiting).header
+
+    def _read(
+        self,
+        cls: type[Answer],
+        call: Iterator[bytes],
+        received: Received | None,
+        on_waiting: OnWaiting,
+    ) -> Answer:
+        """The message with the header; all others have been taken in when it returns."""
+        head: Answer | None = None
+        for data in call:
+            frame = framing.decode(cls, data)
+            message = frame.message
+            if message.HasField("waiting"):
+                on_waiting(self, message.waiting)
+                continue
+            if head is None:
+                head = message
+            if received is not None:
+                for piece, values in codec.pieces(frame, self.layout):
+                    received.add(piece, values)
+            if message.last:
+                if received is not None and not head.header.unchanged:
+                    received.finish()
+                return head
+        raise UnavailableError(f"{self.peer} ended its answer early")
+
+    # -- both in one round trip ----------------------------------------------------------------
+
+    def start_turn(
+        self,
+        header: pb.PushHeader,
+        parts: Iterable[tuple[Range, Array]],
+        options: pb.PullOptions,
+    ) -> None:
+        """Sends one turn on the long-lived stream, which is opened if need be. Does not block."""
+        if self._turns is None:
+            self._turns = _Turns(self._stub)
+        first = pb.PushPullRequest(header=header, options=options)
+        for frame in _frames(first, parts):
+            self._turns.requests.put(frame)
+
+    def turn_result(self) -> pb.PushPullResponse:
+        """Waits for the push's result of the turn that was sent: `result` and perhaps `roster`."""
+        assert self._turns is not None
+        with call_errors(self.peer):
+            for data in self._turns.answers:
+                return framing.decode(pb.PushPullResponse, data).message
+            raise UnavailableError(f"{self.peer} ended the stream")
+
+    def finish_turn(self, received: Received | None, on_waiting: OnWaiting) -> pb.PullHeader:
+        """Reads the pull half of the turn."""
+        assert self._turns is not None
+        with call_errors(self.peer):
+            return self._read(pb.PushPullResponse, self._turns.answers, received, on_waiting).header
+
+    def end_turns(self) -> None:
+        """Closes the long-lived stream, whatever it is at. The next turn opens another.
+        Idempotent."""
+        if self._turns is not None:
+            self._turns.close()
+            self._turns = None
+
+    def close(self) -> None:
+        """Ends all calls and the connection. Idempotent."""
+        self.end_turns()
+        self._channel.close()
+
+
+class _Turns:
+    """A long-lived PushPull stream. gRPC takes the requests from the queue in a thread of its
+    own."""
+
+    def __init__(self, stub: transport.ParameterStub) -> None:
+        # Holds one turn at most: references to the gradient, not copies.
+        self.requests: queue.SimpleQueue[Frame[pb.PushPullRequest] | None] = queue.SimpleQueue()
+        self.answers = stub.PushPull(iter(self.requests.get, None))
+
+    def close(self) -> None:
+        self.answers.cancel()
+        self.requests.put(None)
+
+
+Request = TypeVar("Request", pb.PushRequest, pb.PushPullRequest)
+
+
+def _frames(first: Request, parts: Iterable[tuple[Range, Array]]) -> Iterator[Frame[Request]]:
+    """The messages of one push. The arrays are referred to, and copied once, by
+    `framing.encode`."""
+    message = first
+    for chunk in codec.chunks(parts):
+        yield codec.framed(message, chunk)
+        message = type(first)()

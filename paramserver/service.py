@@ -1,0 +1,273 @@
+"""What workers call, on the server's side: decodes, asks the `Host`, encodes. Decides nothing.
+
+Third stop in the walk of one Push. Received messages are raw bytes here (see `framing`); the pieces
+of a gradient are views of them, and what goes out is joined once from the shard's own arrays.
+Errors leave through one door, `rpc_errors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import grpc
+
+from paramserver import codec, convert, framing
+from paramserver.errors import InvalidArgumentError
+from paramserver.host import Host
+from paramserver.layout import Array, Range
+from paramserver.push import PushResult
+from paramserver.shard import View
+from paramserver.status import rpc_errors
+from paramserver.v1 import job_pb2
+from paramserver.v1 import parameter_pb2 as pb
+
+#: How often a waiting pull says what it waits for, in seconds.
+WAITING_EVERY_S = 3.0
+
+Request = TypeVar("Request", pb.PushRequest, pb.PushPullRequest)
+Response = TypeVar("Response", pb.PullResponse, pb.PushPullResponse)
+
+
+class ParameterService:
+    """The servicer of `ParameterService`. Thread-safe; each call runs in a thread of the pool."""
+
+    def __init__(
+        self,
+        host: Host,
+        on_defect: Callable[[BaseException], None] | None = None,
+        chunk_bytes: int = codec.CHUNK_BYTES,
+    ) -> None:
+        self._host = host
+        self._on_defect = on_defect
+        self._chunk_bytes = chunk_bytes
+
+    # -- push ----------------------------------------------------------------------------------
+
+    def Push(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> pb.PushResponse:
+        """See the contract."""
+        with rpc_errors(context, self._on_defect):
+            first = _first(pb.PushRequest, requests)
+            result = self._push(first, requests, context)
+            return pb.PushResponse(
+                result=convert.push_result_to_proto(result),
+                roster=self._news(first.message.header.caller),
+            )
+
+    def _push(
+        self,
+        first: framing.Frame[Request],
+        requests: Iterator[bytes],
+        context: grpc.ServicerContext,
+    ) -> PushResult:
+        """Takes one push off a stream, to its last message, and sees it applied."""
+        cls = type(first.message)
+        header = first.message.header
+        outcome = self._host.begin_push(
+            convert.push_header_from_proto(header), convert.roster_in(header.caller)
+        )
+        if isinstance(outcome, PushResult):
+            # Nothing of the gradient is needed, but the next turn of a stream begins behind it.
+            for _ in _rest(cls, first, requests):
+                pass
+            return outcome
+        try:
+            for frame in _rest(cls, first, requests):
+                for piece, values in codec.pieces(frame, outcome.layout):
+                    outcome.feed(piece, values)
+            return self._host.finish_push(outcome)
+        except BaseException:
+            self._host.abort_push(outcome)
+            raise
+
+    # -- pull ----------------------------------------------------------------------------------
+
+    def Pull(
+        self, request: pb.PullRequest, context: grpc.ServicerContext
+    ) -> Iterator[framing.Frame[pb.PullResponse]]:
+        """See the contract."""
+        with rpc_errors(context, self._on_defect):
+            if request.caller.HasField("roster"):
+                self._host.adopt(convert.roster_from_proto(request.caller.roster))
+            context.add_callback(self._host.wake)
+            yield from self._pull(pb.PullResponse, request.caller, request.options, context)
+
+    def _pull(
+        self,
+        cls: type[Response],
+        caller: pb.Caller,
+        options: pb.PullOptions,
+        context: grpc.ServicerContext,
+    ) -> Iterator[framing.Frame[Response]]:
+        """The messages that answer a pull: Waiting as long as it waits, then the parameters."""
+        known = caller.known_roster
+        while True:
+            outcome = self._host.pull(
+                caller.session,
+                (caller.worker, caller.incarnation),
+                options.clock if options.wait else None,
+                not options.header_only,
+                WAITING_EVERY_S,
+                context.is_active,
+            )
+            if isinstance(outcome, View):
+                break
+            if not context.is_active():
+                return
+            news = self._host.news(known)
+            known = news.number if news else known
+            waiting = pb.Waiting(
+                reason=outcome.reason, roster=convert.roster_to_proto(news) if news else None
+            )
+            yield framing.Frame(cls(waiting=waiting))
+        try:
+            yield from self._answer(cls, outcome, options, known)
+        finally:
+            self._host.release(outcome)
+
+    def _answer(
+        self, cls: type[Response], view: View, options: pb.PullOptions, known: int
+    ) -> Iterator[framing.Frame[Response]]:
+        news = self._host.news(known)
+        unchanged = options.HasField("known_version") and options.known_version == view.version
+        header = pb.PullHeader(
+            version=view.version,
+            global_step=view.global_step,
+            step=view.step,
+            complete=view.complete,
+            roster=convert.roster_to_proto(news) if news else None,
+            unchanged=unchanged,
+        )
+        parts: list[tuple[Range, Array]] = []
+        if view.pin and not unchanged:
+            parts = [
+                (piece, view.pin.arrays[piece.group, 0][piece.offset : piece.offset + piece.count])
+                for piece in view.layout.ranges(options.names)
+            ]
+        message = cls(header=header)
+        for chunk in codec.chunks(parts, self._chunk_bytes):
+            yield codec.framed(message, chunk)
+            message = cls()
+
+    # -- both ----------------------------------------------------------------------------------
+
+    def PushPull(
+        self, requests: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[framing.Frame[pb.PushPullResponse]]:
+        """See the contract. The stream is its worker's for as long as that is a member."""
+        with rpc_errors(context, self._on_defect):
+            data = next(requests, None)
+            if data is None:
+                return
+            first = framing.decode(pb.PushPullRequest, data)
+            caller = first.message.header.caller
+            context.add_callback(self._host.wake)
+            member = caller.worker, caller.incarnation
+            with self._host.stream(member, context.cancel):
+                yield from self._turns(first, requests, context)
+
+    def _turns(
+        self,
+        first: framing.Frame[pb.PushPullRequest],
+        requests: Iterator[bytes],
+        context: grpc.ServicerContext,
+    ) -> Iterator[framing.Frame[pb.PushPullResponse]]:
+        while True:
+            caller = first.message.header.caller
+            result = self._push(first, requests, context)
+            news = self._host.news(caller.known_roster)
+            known = news.number if news else caller.known_roster
+            head = pb.PushPullResponse(
+                result=convert.push_result_to_proto(result),
+                roster=convert.roster_to_proto(news) if news else None,
+            )
+            yield framing.Frame(head)
+            caller.known_roster = known
+            yield from self._pull(pb.PushPullResponse, caller, first.message.options, context)
+            data = next(requests, None)
+            if data is None:
+                return
+            first = framing.decode(pb.PushPullRequest, data)
+
+    # -- membership ----------------------------------------------------------------------------
+
+    def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinResponse:
+        """See the contract."""
+        with rpc_errors(context, self._on_defect):
+            caller = request.caller
+            clock = 0
+            if caller.worker:
+                clock = self._host.join(
+                    (caller.worker, caller.incarnation), caller.session, convert.roster_in(caller)
+                )
+            with self._host.reading() as shard:
+                job, roster, version = shard.job, shard.roster, shard.version
+            return pb.JoinResponse(
+                session=shard.state.session,
+                shard_index=shard.state.index,
+                shard_count=shard.state.count,
+                server_incarnation=self._host.incarnation,
+                layout=convert.layout_to_proto(shard.layout, job.optimizer),
+                job=convert.job_to_proto(job),
+                clock=clock,
+                lease_s=self._host.settings.lease_s,
+                roster=convert.roster_to_proto(roster) if shard.leads else None,
+                version=version,
+            )
+
+    def Heartbeat(
+        self, request: pb.HeartbeatRequest, context: grpc.ServicerContext
+    ) -> pb.HeartbeatResponse:
+        """See the contract."""
+        with rpc_errors(context, self._on_defect):
+            caller = request.caller
+            self._host.heartbeat(
+                caller.session, (caller.worker, caller.incarnation), convert.roster_in(caller)
+            )
+            return pb.HeartbeatResponse(roster=self._news(caller))
+
+    def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveResponse:
+        """See the contract."""
+        with rpc_errors(context, self._on_defect):
+            caller = request.caller
+            member = caller.worker, caller.incarnation
+            self._host.leave(
+                caller.session, member, request.reason[:200] or "left", convert.roster_in(caller)
+            )
+            return pb.LeaveResponse(roster=self._news(caller))
+
+    def _news(self, caller: pb.Caller) -> job_pb2.Roster | None:
+        """ps:0's roster for the reply, if the caller does not have it yet."""
+        news = self._host.news(caller.known_roster)
+        return convert.roster_to_proto(news) if news else None
+
+
+def _first(cls: type[Request], requests: Iterator[bytes]) -> framing.Frame[Request]:
+    data = next(requests, None)
+    if data is None:
+        raise InvalidArgumentError(f"{cls.DESCRIPTOR.name}: the stream ended before its header")
+    frame = framing.decode(cls, data)
+    if not frame.message.HasField("header"):
+        raise InvalidArgumentError(f"{cls.DESCRIPTOR.name}: the first message has no header")
+    return frame
+
+
+def _rest(
+    cls: type[Request], first: framing.Frame[Request], requests: Iterator[bytes]
+) -> Iterator[framing.Frame[Request]]:
+    """The messages of one push, from its first to the one marked last.
+
+    Raises: InvalidArgumentError if the stream ends before that, or another header comes."""
+    frame = first
+    while True:
+        yield frame
+        if frame.message.last:
+            return
+        data = next(requests, None)
+        if data is None:
+            raise InvalidArgumentError(
+                "the push ended before its last message; nothing was applied"
+            )
+        frame = framing.decode(cls, data)
+        if frame.message.HasField("header"):
+            raise InvalidArgumentError("a second header came inside a push; nothing was applied")
