@@ -16,6 +16,7 @@ import threading
 from collections.abc import Sequence
 
 from paramserver import cluster
+from paramserver.allocation import keep_large_blocks
 from paramserver.errors import ConfigError
 from paramserver.host import HostSettings
 from paramserver.layout import Limits
@@ -105,6 +106,7 @@ def settings_from(args: argparse.Namespace) -> HostSettings:
 def serve(args: argparse.Namespace) -> int:
     """Serves until a signal, Shutdown, or the end of the job. The exit code. Raises:
     ConfigError."""
+    keep_large_blocks()
     resolved = cluster.resolve("ps", port=args.port)
     for warning in resolved.warnings:
         _log.warning("%s", warning)

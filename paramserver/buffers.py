@@ -66,6 +66,10 @@ class FlatArray:
         """Takes an unpublished buffer back."""
         self._spares.append(buffer)
 
+    def forget(self) -> None:
+        """Gives up an unpublished buffer that somebody may still write into."""
+        self._alive -= 1
+
     def publish(self, buffer: Buffer) -> None:
         """Makes `buffer` the current version; the old one is recycled once nobody reads it."""
         old, self.current = self.current, buffer

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy.typing as npt
 
@@ -33,6 +33,7 @@ from paramserver.errors import (
     AbortedError,
     DeadlineExceededError,
     FailedPreconditionError,
+    InvalidArgumentError,
     NotInitializedError,
     ParamServerError,
 )
@@ -50,10 +51,14 @@ _log = logging.getLogger(__name__)
 
 Parts = list[tuple[Range, Array]]
 _Call = Any
+_T = TypeVar("_T")
 _RNG = random.Random()
 
 #: An attempt at a call that waits ends after this time and is made again, in seconds.
 ATTEMPT_S = 300.0
+
+#: `Client.close` gives calls in other threads this long to end before it cuts them off, in seconds.
+CLOSE_S = 2.0
 
 #: A push may take longer than other calls that never wait, by its bytes at this rate.
 SLOWEST_BYTES_PER_S = 4e6
@@ -101,6 +106,8 @@ class Client:
         self._sequence = 0
         self._member = 0
         self._ticket: Ticket | None = None
+        # The pulls and pushes under way; `close` reads it without the lock, to end them.
+        self._running: list[_Call] = []
         #: What became of this client's last push; None before the first.
         self.last_result: PushResult | None = None
 
@@ -145,6 +152,14 @@ class Client:
             self._conn.connect(until(timeout))
             return self._conn.job
 
+    def join(self, timeout: float | None = None) -> int:
+        """Takes part from now on; how many shards the job has. Blocks like `job`, and while an
+        earlier life of this worker may be alive. A waiting pull and a push do it by themselves.
+
+        Raises: AlreadyExistsError while another process is this worker."""
+        with self._call():
+            return self._entering(lambda: len(self._conn.links), True, until(timeout))
+
     # -- pull ----------------------------------------------------------------------------------
 
     def pull(
@@ -162,22 +177,30 @@ class Client:
             return self._pull(tuple(names or ()), wait, until(timeout))
 
     def _pull(self, names: tuple[str, ...], wait: bool, deadline: float) -> Params:
+        def attempt() -> Params:
+            return self._pull_once(names, wait, header_only=False, deadline=deadline)
+
+        return self._entering(attempt, wait, deadline)
+
+    def _entering(self, attempt: Callable[[], _T], member: bool, deadline: float) -> _T:
+        """`attempt()` once connected (and a `member`); again after a restore or a lost lease."""
         delays = backoff(0.05, 1.0, _RNG)
         give_up = None
         while True:
-            if wait:
-                self._enter(deadline)
-            else:
-                self._conn.connect(deadline)
             try:
-                return self._pull_once(names, wait, header_only=False, deadline=deadline)
+                if member:
+                    self._enter(deadline)
+                else:
+                    self._conn.connect(deadline)
+                return attempt()
             except (AbortedError, NotInitializedError) as error:
                 now = time.monotonic()
                 give_up = give_up or now + self._connect_timeout
                 if now > min(deadline, give_up):
                     raise
                 self._start_over(str(error))
-                self._conn.closing.wait(next(delays))
+                if self._conn.closing.wait(next(delays)):
+                    raise
 
     def _pull_once(
         self, names: tuple[str, ...], wait: bool, header_only: bool, deadline: float
@@ -261,7 +284,7 @@ class Client:
     def _receiver(
         self, link: Link, names: tuple[str, ...], options: pb.PullOptions
     ) -> Received | None:
-        return None if options.header_only else Received(link.layout, options.names)
+        return None if options.header_only else Received(link.layout, options.names, link.pool)
 
     def _check_names(self, names: Sequence[str]) -> None:
         for name in names:
@@ -319,6 +342,10 @@ class Client:
 
     def _split(self, grads: Mapping[str, npt.ArrayLike]) -> list[Parts]:
         """The gradients by shard, in layout order, checked in full before anything is sent."""
+        if not isinstance(grads, Mapping):
+            raise InvalidArgumentError(
+                f"gradients must be a mapping of name to array, not {type(grads).__name__}"
+            )
         parts: list[Parts] = [[] for _ in self._conn.links]
         for name, value in grads.items():
             link = self._conn.link_of(name)
@@ -443,7 +470,7 @@ class Client:
     def _finish_turn(
         self, link: Link, options: pb.PullOptions, deadline: float
     ) -> tuple[Received | None, pb.PullHeader]:
-        received = Received(link.layout, ())
+        received = Received(link.layout, (), link.pool)
         try:
             header = link.finish_turn(received, self._conn.on_waiting)
         except RETRYABLE as error:
@@ -489,12 +516,22 @@ class Client:
             self._ticket = None
 
     def close(self) -> None:
-        """Leaves, and ends all connections. Idempotent. A call in another thread is interrupted."""
+        """Leaves, and ends all connections. Idempotent. Blocks for a few seconds at most.
+
+        A call in another thread is interrupted: it raises FailedPreconditionError."""
         if self._pid == os.getpid():
             self._conn.closing.set()
-            self._conn.end_turns()
-            with self._lock:
+            patience = until(CLOSE_S)
+            while not self._lock.acquire(timeout=0.05):
+                self._conn.end_turns()
+                for call in list(self._running):
+                    call.cancel()
+                if not left(patience):
+                    self._conn.cut()
+            try:
                 self._conn.close()
+            finally:
+                self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -534,17 +571,25 @@ class Client:
         with self._lock:
             if self._conn.closing.is_set():
                 raise FailedPreconditionError("this client is closed")
-            yield
+            try:
+                yield
+            except (ParamServerError, ValueError) as error:  # gRPC's ValueError: closed
+                if self._conn.closing.is_set():
+                    raise FailedPreconditionError("this client was closed meanwhile") from error
+                raise
 
     @contextmanager
     def _cancelling(self, calls: list[_Call]) -> Iterator[list[_Call]]:
         """Cancels what is still running of `calls` if anything goes wrong."""
+        outer, self._running = self._running, calls
         try:
             yield calls
         except BaseException:
             for call in calls:
                 call.cancel()
             raise
+        finally:
+            self._running = outer
 
 
 def _attempt(deadline: float) -> float:

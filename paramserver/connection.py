@@ -244,7 +244,7 @@ class Connection:
                     answer = link.heartbeat(self.caller(link), self._lease_s / 3)
                     if answer.HasField("roster"):
                         self.learn(answer.roster)
-                except ParamServerError as error:
+                except (ParamServerError, ValueError) as error:  # gRPC's ValueError: closed
                     link.told = -1
                     _log.debug("event=heartbeat-failed peer=%r reason=%r", link.peer, str(error))
             if time.monotonic() >= due:
@@ -273,14 +273,19 @@ class Connection:
         names = sorted(v.name for link in self.links for v in link.layout.variables)
         raise NotFoundError(f"no variable {name!r} in this job; there are {some(names)}")
 
+    def cut(self) -> None:
+        """Ends all connections, and so every call, without a good-bye. Idempotent. Thread-safe."""
+        self.joined = False
+        for link in list(self._all_links.values()):
+            link.close()
+
     def close(self) -> None:
         """Leaves, and ends all connections. Idempotent."""
         self.closing.set()
         self._news.set()
         self.end_turns()
         self.leave("closed")
-        for link in self._all_links.values():
-            link.close()
+        self.cut()
         if self._heart:
             self._heart.join(self._lease_s)
 

@@ -39,6 +39,11 @@ _log = logging.getLogger(__name__)
 
 Key = tuple[str, int]
 
+#: A push that is applied as it arrives has to bring so many elements in so many seconds while
+#: complete ones wait behind it: about 32 MB/s.
+STREAM_ELEMENTS = 1 << 21
+STREAM_PATIENCE_S = 0.25
+
 
 @dataclass(frozen=True)
 class HostSettings:
@@ -213,14 +218,37 @@ class Host:
                     pass
                 return result
 
-            def decide() -> PushResult | Gate:
-                result = shard.result_of(push)
-                while result is None and self._apply_one(shard):
-                    result = shard.result_of(push)
-                return result or Gate(False, "earlier updates are being applied")
+            return self._await_turn(shard, push)
 
-            applied: PushResult = self._wait(decide, self.settings.push_wait_s)
-            return applied
+    def _await_turn(self, shard: Shard, push: Push) -> PushResult:
+        """Applies a staged push, or sees it applied, in its turn. Called with the lock held.
+
+        Before it there may be a direct push that is still arriving. As long as that moves, it is
+        waited for; a stalled one has to make way, so that nobody hangs on a stranger's
+        connection."""
+        until = self._clock() + self.settings.push_wait_s
+        watched, fed, since = None, 0, 0.0
+        while True:
+            result = shard.result_of(push)
+            if result is not None:
+                return result
+            if self._apply_one(shard):
+                continue
+            now = self._clock()
+            if now >= until:
+                raise DeadlineExceededError(
+                    f"waited {self.settings.push_wait_s:g} s: earlier updates are being applied"
+                )
+            streaming = shard.streaming()
+            if streaming is None:
+                self._changed.wait(until - now)
+                continue
+            if streaming is not watched or streaming.fed >= fed + STREAM_ELEMENTS:
+                watched, fed, since = streaming, streaming.fed, now
+            elif now - since >= STREAM_PATIENCE_S:
+                shard.make_way(streaming)
+                continue
+            self._changed.wait(min(until - now, STREAM_PATIENCE_S))
 
     def abort_push(self, push: Push) -> None:
         """Forgets a push that broke off."""

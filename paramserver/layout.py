@@ -62,6 +62,10 @@ class Variable:
         """Bytes of its values."""
         return self.size * DTYPES[self.dtype].itemsize
 
+    def with_updates(self, updates: int) -> Variable:
+        """The same, later: after `updates` updates."""
+        return self if updates == self.updates else replace(self, updates=updates)
+
 
 @dataclass(frozen=True)
 class Range:
@@ -239,8 +243,9 @@ def check_finite(layout: Layout, piece: Range, values: Array) -> None:
 
     The sum of squares is finite only if all elements are, and costs one read pass; only if it is
     not (it may overflow) are the elements looked at one by one."""
-    if math.isfinite(np.dot(values, values)):
-        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        if math.isfinite(np.dot(values, values)):
+            return
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
         variable = layout.at(piece.group, piece.offset + int(bad[0]))

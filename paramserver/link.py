@@ -1,7 +1,7 @@
 """A client's link to one shard: the calls of the data path, one attempt each. Decides no retries.
 
-Between the second and the third stop in the walk of one Push. Not thread-safe but for `heartbeat`;
-its owner guards it.
+Between the second and the third stop in the walk of one Push. Not thread-safe but for `heartbeat`
+and what ends things; its owner guards it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from paramserver import codec, framing, transport
+from paramserver.allocation import Pool
 from paramserver.cluster import Address
 from paramserver.errors import UnavailableError
 from paramserver.framing import Frame
@@ -44,6 +45,8 @@ class Link:
         #: Which shard it leads to, and what that holds; set by the client once it has asked.
         self.index: int | None = None
         self.layout = EMPTY
+        #: Memory for what is pulled, used again when its user has let go of it.
+        self.pool = Pool()
         #: Number of the newest roster that the shard has had from us.
         self.told = -1
 
@@ -135,32 +138,37 @@ class Link:
         options: pb.PullOptions,
     ) -> None:
         """Sends one turn on the long-lived stream, which is opened if need be. Does not block."""
-        if self._turns is None:
-            self._turns = _Turns(self._stub)
+        turns = self._turns or _Turns(self._stub)
+        self._turns = turns
         first = pb.PushPullRequest(header=header, options=options)
         for frame in _frames(first, parts):
-            self._turns.requests.put(frame)
+            turns.requests.put(frame)
 
     def turn_result(self) -> pb.PushPullResponse:
         """Waits for the push's result of the turn that was sent: `result` and perhaps `roster`."""
-        assert self._turns is not None
         with call_errors(self.peer):
-            for data in self._turns.answers:
+            for data in self._answers():
                 return framing.decode(pb.PushPullResponse, data).message
             raise UnavailableError(f"{self.peer} ended the stream")
 
     def finish_turn(self, received: Received | None, on_waiting: OnWaiting) -> pb.PullHeader:
         """Reads the pull half of the turn."""
-        assert self._turns is not None
         with call_errors(self.peer):
-            return self._read(pb.PushPullResponse, self._turns.answers, received, on_waiting).header
+            return self._read(pb.PushPullResponse, self._answers(), received, on_waiting).header
+
+    def _answers(self) -> Iterator[bytes]:
+        turns = self._turns
+        if turns is None:
+            raise UnavailableError(f"the stream to {self.peer} was closed")
+        answers: Iterator[bytes] = turns.answers
+        return answers
 
     def end_turns(self) -> None:
         """Closes the long-lived stream, whatever it is at. The next turn opens another.
-        Idempotent."""
-        if self._turns is not None:
-            self._turns.close()
-            self._turns = None
+        Idempotent. Thread-safe: it ends a wait in another thread."""
+        turns, self._turns = self._turns, None
+        if turns is not None:
+            turns.close()
 
     def close(self) -> None:
         """Ends all calls and the connection. Idempotent."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paramserver.allocation import Pool
 from paramserver.errors import InvalidArgumentError, NotFoundError
 from paramserver.layout import DTYPES, Array, Layout, Range, some
 
@@ -16,12 +17,12 @@ class Received:
 
     Costs one copy: from the message into one array for each requested range."""
 
-    def __init__(self, layout: Layout, names: Sequence[str]) -> None:
+    def __init__(self, layout: Layout, names: Sequence[str], pool: Pool) -> None:
         self.layout = layout
         self._missing = 0
         self._parts: list[tuple[Range, Array]] = []
         for piece in layout.ranges(names):
-            array = np.empty(piece.count, DTYPES[layout.groups[piece.group].dtype])
+            array = pool.take(piece.count, DTYPES[layout.groups[piece.group].dtype])
             self._parts.append((piece, array))
             self._missing += piece.count
 
@@ -90,6 +91,12 @@ class Params(Mapping[str, Array]):
         self._received = received
         self._names = names
         self._views: dict[str, Array] = {}
+
+    @property
+    def clock(self) -> int:
+        """Steps the worker had completed, counted from where it joined: which batch is next. 0 for
+        a pull that took no part."""
+        return self.ticket.clock if self.ticket else 0
 
     def __getitem__(self, name: str) -> Array:
         view = self._views.get(name)

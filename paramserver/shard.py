@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paramserver.buffers import Buffers, Pin
+from paramserver.buffers import Pin
 from paramserver.consistency import OPEN, Gate, Progress, Sync, awaited
 from paramserver.cut import Admitted, Hold
 from paramserver.cut_off import CutOffSteps
@@ -42,9 +42,11 @@ from paramserver.membership import (
     Roster,
     worker_order,
 )
+from paramserver.optimizers import Optimizer
+from paramserver.parameters import Parameters
 from paramserver.push import PushHeader, PushResult
 from paramserver.state import Remembered, ShardState
-from paramserver.update import Push, Target, Update
+from paramserver.update import Push, Update
 
 Key = tuple[str, int]
 
@@ -88,7 +90,6 @@ class Shard:
         self.state = state
         self.job = state.job
         self.layout = layout
-        self.version = state.version
         self.rounds = state.rounds
         self.superseded = False
         self.cut_off = CutOffSteps(state.cut_off)
@@ -97,8 +98,7 @@ class Shard:
         self.roster = Roster(
             session=state.session, last_step=self.job.last_step, rounds=self.rounds
         )
-        self._buffers = Buffers(arrays)
-        self._updates = [group.updates for group in layout.groups]
+        self._params = Parameters(layout, arrays, state.version)
         self._members: dict[str, Member] = {}
         self._clocks: dict[str, int] = {}
         self._remembered = {(r.worker, r.incarnation): r for r in state.remembered}
@@ -108,7 +108,8 @@ class Shard:
         self._staged: dict[str, Push] = {}
         self._round_begun = False
         self._grants = Grants(state.global_step)
-        self._writer: Update | None = None
+        # Members whose direct push had to make way; their next one is staged.
+        self._slow: set[Key] = set()
         self._hold: Hold | None = None
         self._told: set[Key] = set()
         self._opening = Opening(
@@ -135,6 +136,11 @@ class Shard:
         return isinstance(self.job.consistency, Sync)
 
     @property
+    def version(self) -> int:
+        """Updates applied here."""
+        return self._params.version
+
+    @property
     def global_step(self) -> int:
         """ps:0: updates the job has applied. Elsewhere 0: it is not theirs to say."""
         return self._grants.applied if self.leads else 0
@@ -159,7 +165,7 @@ class Shard:
     @property
     def nbytes(self) -> int:
         """Bytes of variables and slots, spares included."""
-        return self._buffers.nbytes
+        return self._params.nbytes
 
     @property
     def nbytes_in_flight(self) -> int:
@@ -334,9 +340,10 @@ class Shard:
         self._told.discard(member)
         self._remembered.pop(member, None)
         self._results.pop(member, None)
-        push = self._in_flight.pop(member, None)
+        self._slow.discard(member)
+        push = self._in_flight.get(member)
         if push:
-            push.cancelled = f"{member[0]} is no member of this job any more"
+            self._cancel(push, f"{member[0]} is no member of this job any more")
 
     def _renew_roster(self) -> None:
         """ps:0: writes its decisions down under the next number."""
@@ -383,12 +390,20 @@ class Shard:
             return Gate(False, "a checkpoint is being cut")
         earlier = self._in_flight.get(member)
         if earlier:
-            if self._writer and earlier in self._writer.pushes:
+            if self._params.writer and earlier in self._params.writer.pushes:
                 return Gate(False, "the same push is being applied")
-            self.abort(earlier, "sent again")
-        push = Push(header, self.layout)
+            self._cancel(earlier, "sent again")
+        direct = None
+        if not self.sync and not self._ready and member not in self._slow:
+            direct = self._params.open(range(len(self.layout.groups)), self._rule(header))
+        push = Push(header, self.layout, direct)
         self._in_flight[member] = push
         return push
+
+    def _rule(self, header: PushHeader) -> Optimizer:
+        """The update rule at a push's step (an ungranted one: at the number it will get)."""
+        step = header.step or self._grants.held(header.member) or self._grants.applied + 1
+        return self.job.optimizer.at(step)
 
     def check_session(self, session: int) -> None:
         """Raises: SessionSupersededError for a call from another session."""
@@ -432,11 +447,31 @@ class Shard:
             raise AbortedError(f"step {header.step} is not granted to {header.worker}; pull again")
 
     def abort(self, push: Push, why: str = "broken off") -> None:
-        """Ends a push that will not be completed. Nothing has changed. Repeatable."""
+        """Ends a push that will not be completed; called by whoever fed it. Nothing has changed.
+        Repeatable."""
+        if push.update:
+            self._params.drop(push.update)
+        self._cancel(push, why)
+
+    def _cancel(self, push: Push, why: str) -> None:
+        """The same, while another thread may be feeding it."""
+        push.cancelled = push.cancelled or why
+        if push.update:
+            self._params.drop(push.update, still_written=True)
         if self._in_flight.get(push.header.member) is push:
             del self._in_flight[push.header.member]
             self.counts["aborted"] += 1
-        push.cancelled = push.cancelled or why
+
+    def streaming(self) -> Push | None:
+        """The direct push whose pieces are still arriving, if any. Complete ones wait for it."""
+        writer = self._params.writer
+        return next((p for p in self._in_flight.values() if writer and p.update is writer), None)
+
+    def make_way(self, push: Push) -> None:
+        """Ends a direct push that arrives too slowly, for the complete ones behind it. Its client
+        sends it again, and then it is staged."""
+        self._slow.add(push.header.member)
+        self._cancel(push, "it arrives too slowly, and others are waiting; send it again")
 
     def submit(self, push: Push) -> PushResult | None:
         """A push is complete (`Push.finish` went through). In a synchronous job it counts from
@@ -445,6 +480,9 @@ class Shard:
         Returns its result, or None: it is in once an update with it has been committed
         (`result_of`). Raises: AbortedError if it was cancelled meanwhile."""
         self._check_in_flight(push)
+        if push.update:
+            self._params.publish(push.update)
+            return self._applied(push)
         if not self.sync:
             self._ready.append(push)
             return None
@@ -484,61 +522,42 @@ class Shard:
     def take_update(self) -> Update | None:
         """The next version to make, if there is one and nobody is making another. Run, then
         commit."""
-        if self._writer or self.superseded:
+        if self._params.writer or self.superseded:
             return None
         pushes = self._next_round() if self.sync else self._next_ready()
         if not pushes:
             return None
-        flats = self._buffers.flat
         groups = sorted({g for push in pushes for g in push.groups})
-        if not all(flat.has_spare() for g in groups for flat in flats[g]):
-            return None
-        targets = [
-            Target(
-                g,
-                self._updates[g] + 1,
-                flats[g],
-                [flat.current.view() for flat in flats[g]],
-                [flat.spare() for flat in flats[g]],
-            )
-            for g in groups
-        ]
-        # An ungranted push (one shard alone) is evaluated at the number it will get.
-        step = pushes[0].header.step or self._grants.held(pushes[0].header.member)
-        rule = self.job.optimizer.at(step or self._grants.applied + 1)
-        self._writer = Update(pushes, rule, targets)
-        return self._writer
+        update = self._params.open(groups, self._rule(pushes[0].header))
+        if update:
+            update.pushes = pushes
+        return update
 
     def commit(self, update: Update) -> None:
         """Publishes what `Update.run` made: one swap of references, one version more.
 
         Called once for every update taken, also if `run` failed: then nothing changes."""
-        self._writer = None
-        live = not self.superseded and (self.sync or not update.pushes[0].cancelled)
-        publish = update.done and live
-        for target in update.targets:
-            for flat, spare in zip(target.flats, target.spares, strict=True):
-                if publish:
-                    flat.publish(spare)
-                else:
-                    flat.discard(spare)
-            self._updates[target.group] += publish
-        if self.sync:
-            if publish:
-                self._close_round(update.pushes)
+        if not update.done or self.superseded or (not self.sync and update.pushes[0].cancelled):
+            self._params.drop(update)
+            if not self.sync:
+                self._cancel(update.pushes[0], "it could not be applied")
             return
-        push = update.pushes[0]
-        if self._ready and self._ready[0] is push:
-            self._ready.popleft()
-        if publish:
-            self._in_flight.pop(push.header.member, None)
-            self.version += 1
-            if self.leads:
-                self._grants.spend(push.header.member)
-            self._remember(push, self.version, self.global_step)
-            self._announce_completion()
+        self._params.publish(update)
+        if self.sync:
+            self._close_round(update.pushes)
         else:
-            self.abort(push, push.cancelled or "failed")
+            self._ready.popleft()
+            self._applied(update.pushes[0])
+
+    def _applied(self, push: Push) -> PushResult:
+        """A push is in (not in sync, where a round is)."""
+        del self._in_flight[push.header.member]
+        self._slow.discard(push.header.member)
+        if self.leads:
+            self._grants.spend(push.header.member)
+        result = self._remember(push, self.version, self.global_step)
+        self._announce_completion()
+        return result
 
     def _next_ready(self) -> list[Push]:
         while self._ready and self._ready[0].cancelled:
@@ -561,10 +580,8 @@ class Shard:
 
     def _close_round(self, pushes: Sequence[Push]) -> None:
         """A round is over. Without gradients (all its workers died) it is no version."""
-        if pushes:
-            self.version += 1
-            if self.leads:
-                self._grants.applied += 1
+        if pushes and self.leads:
+            self._grants.applied += 1
         self.rounds += 1
         self._round_begun = False
         self.cut_off.closed_round([p.header.member for p in pushes])
@@ -602,12 +619,12 @@ class Shard:
                     return Gate(
                         False, f"the last steps are granted to {', '.join(self._grants.holders())}"
                     )
-        pin = self._buffers.pin(slots=False) if values else None
+        pin = self._params.pin(slots=False) if values else None
         return View(self.layout, self.version, self.global_step, step, complete, pin)
 
     def release(self, pin: Pin) -> None:
         """Gives back the references of a view or a snapshot."""
-        self._buffers.release(pin)
+        self._params.release(pin)
 
     def _grant(self, member: Key) -> int:
         if self.sync:
@@ -647,7 +664,7 @@ class Shard:
         sequences = {key: r.sequence for key, r in self._remembered.items()}
         for key, push in self._in_flight.items():
             sequences[key] = max(sequences.get(key, 0), push.header.sequence)
-        busy = self.sync and self._writer is not None
+        busy = self.sync and self._params.writer is not None
         return Admitted(sequences, self.rounds + busy)
 
     def cut(self, cut: int, admit: Mapping[Key, int], rounds: int) -> None:
@@ -660,7 +677,7 @@ class Shard:
         """Whether the shard has come to the cut. Raises: FailedPreconditionError."""
         if not self._hold or self._hold.cut != cut:
             raise FailedPreconditionError("the hold of this checkpoint has ended; begin again")
-        if self._writer:
+        if self._params.writer:
             return Gate(False, "an update is being applied")
         if self.sync:
             late = self.rounds < (self._hold.rounds or 0)
@@ -681,14 +698,13 @@ class Shard:
             replace(r, sequence=r.sequence - 1, clock=r.clock - 1) if key in staged else r
             for key, r in self._remembered.items()
         )
-        variables = tuple(replace(v, updates=self._updates[v.group]) for v in self.layout.variables)
         members = tuple(
             replace(self._members[worker], clock=clock) for worker, clock in self._clocks.items()
         )
         state = replace(
             self.state,
             job=self.job,
-            variables=variables,
+            variables=self._params.variables(),
             version=self.version,
             global_step=self.global_step,
             rounds=self.rounds,
@@ -696,7 +712,7 @@ class Shard:
             members=members,
             cut_off=tuple(self.cut_off.steps),
         )
-        return Snapshot(state, self.layout, self._buffers.pin(slots=True), pause)
+        return Snapshot(state, self.layout, self._params.pin(slots=True), pause)
 
     def release_hold(self, cut: int) -> None:
         """Goes on as if nothing had been held. Repeatable."""

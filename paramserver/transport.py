@@ -48,8 +48,8 @@ def channel_options(
 ) -> Options:
     """How a client's connection behaves.
 
-    Frame size, look-ahead and BDP probing keep gRPC's defaults: with 2 MiB messages on loopback,
-    larger frames gained nothing and a fixed look-ahead lost."""
+    Frame size, look-ahead and socket reads keep gRPC's defaults: with 2 MiB messages on loopback
+    neither 1 MiB frames, 8 MiB of look-ahead nor 1 MiB reads made a difference beyond the noise."""
     return [
         *_common_options(keepalive_s, max_message_bytes),
         # A proxy from the environment would take localhost away.
@@ -84,6 +84,8 @@ def _common_options(keepalive_s: float, max_message_bytes: int) -> Options:
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
+        # The timeout that gRPC in fact obeys, and the one that its manual names.
+        ("grpc.http2.ping_timeout_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),

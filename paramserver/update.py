@@ -1,54 +1,67 @@
 """One push on its way into the parameters, and the arithmetic of applying it. No locks, no gRPC.
 
 Third part of the walk of one Push: `Shard.begin` makes a `Push`, the service feeds it the pieces as
-they arrive, and when it is complete the shard makes an `Update` of it (of all pushes of a round, if
-synchronous). `Update.run` is the arithmetic: it reads the current arrays and the pieces, writes
-spare arrays, and may therefore run outside every lock. `Shard.commit` then swaps the references.
+they arrive, and `Update` does the arithmetic: it reads the current arrays and the gradients, writes
+spare arrays, and may therefore run outside every lock. A push that finds no other update in the
+making is *direct*: each piece is applied as it arrives. Others are *staged*: their pieces are kept
+and applied once they are complete and it is their turn (in a synchronous job: with their round).
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from paramserver import optimizers
-from paramserver.buffers import Buffer, FlatArray
+from paramserver.buffers import Buffer
+from paramserver.errors import UnavailableError
 from paramserver.layout import Array, Coverage, Layout, Range, check_finite
 from paramserver.optimizers import Optimizer
 from paramserver.push import PushHeader
 
 
 class Push:
-    """A gradient that is arriving. Made by `Shard.begin`; fed by one thread; owns nothing but
-    references.
+    """A gradient that is arriving. Made by `Shard.begin`; fed by one thread.
 
-    The pieces are kept as they came (read-only views of the messages), so a push costs no copy."""
+    Direct (`update` is set): a piece costs no memory and no copy. Staged: the pieces are kept as
+    they came, read-only views of the messages, so that costs no copy either."""
 
-    def __init__(self, header: PushHeader, layout: Layout) -> None:
+    def __init__(self, header: PushHeader, layout: Layout, update: Update | None = None) -> None:
         self.header = header
         self.layout = layout
+        #: What applies the pieces as they arrive; None: staged.
+        self.update = update
         #: Why it must not be committed any more; set by the shard under its lock.
         self.cancelled = ""
+        #: Bytes kept.
         self.nbytes = 0
+        #: Elements fed so far, for whoever waits to see whether it moves.
+        self.fed = 0
         self._coverage = Coverage(layout)
         self._pieces: dict[int, list[tuple[int, Array]]] = {}
         self._sorted = True
 
     def feed(self, piece: Range, values: Array) -> None:
-        """Takes a piece of the gradient: `values` (piece.count,) of the group's dtype, kept by
-        reference.
+        """Takes a piece of the gradient: `values` (piece.count,) of the group's dtype.
 
         Raises: InvalidArgumentError for a piece outside the layout, an overlap, NaN or infinity (it
-        names the variable). The push is then to be aborted; nothing has changed."""
+        names the variable); UnavailableError if it was cancelled meanwhile. The push is then to be
+        aborted; nothing has changed."""
+        if self.cancelled:
+            raise UnavailableError(f"push {self.header.sequence}: {self.cancelled}")
         self.layout.check(piece)
         if not piece.count:
             return
         self._coverage.add(piece)
         check_finite(self.layout, piece, values)
+        self.fed += piece.count
+        if self.update:
+            self.update.apply(piece.group, piece.offset, piece.offset + piece.count, [values])
+            return
         pieces = self._pieces.setdefault(piece.group, [])
         if pieces and pieces[-1][0] > piece.offset:
             self._sorted = False
@@ -58,6 +71,10 @@ class Push:
     def finish(self) -> None:
         """Checks what has arrived, after the last piece. Raises: InvalidArgumentError."""
         self._coverage.check_whole_variables()
+        if self.update:
+            for group in self.update.touched:
+                for start, stop in self._coverage.gaps(group):
+                    self.update.carry_over(group, start, stop)
         if not self._sorted:
             for pieces in self._pieces.values():
                 pieces.sort(key=lambda p: p[0])
@@ -65,72 +82,77 @@ class Push:
 
     @property
     def groups(self) -> list[int]:
-        """The groups it touches."""
+        """The groups it touches, if staged."""
         return sorted(self._pieces)
 
     def pieces(self, group: int) -> list[tuple[int, Array]]:
-        """(offset, values) of a group, sorted, disjoint."""
+        """(offset, values) of a group, sorted, disjoint; staged only."""
         return self._pieces.get(group, [])
 
 
 @dataclass
 class Target:
-    """The arrays of one group that an update reads and writes: slot 0 the values, then the
-    slots."""
+    """What an update reads and writes of one group: the values, then the slots. `t` counts its
+    updates from 1."""
 
-    group: int
     t: int
-    flats: list[FlatArray]
     current: list[Array]
     spares: list[Buffer]
 
 
-@dataclass
 class Update:
-    """The gradients of one version, and where the next one is made. Only one exists at a time.
+    """The next version of some groups in the making. One thread writes it, outside every lock."""
 
-    `pushes` in worker-index order: they are summed in it, then divided by their number."""
+    def __init__(self, rule: Optimizer, targets: Mapping[int, Target]) -> None:
+        self.rule = rule
+        self.targets = targets
+        #: The groups that a gradient has been applied to.
+        self.touched: set[int] = set()
+        #: The staged pushes it is made of, and whether they have been applied; see `run`.
+        self.pushes: Sequence[Push] = ()
+        self.done = False
+        self._scratch: dict[np.dtype[np.floating], optimizers.Scratch] = {}
 
-    pushes: Sequence[Push]
-    rule: Optimizer
-    targets: list[Target]
-    done: bool = False
-    scratch: dict[np.dtype[np.floating], optimizers.Scratch] = field(default_factory=dict)
+    def apply(self, group: int, start: int, stop: int, gradients: Sequence[Array]) -> None:
+        """Applies the mean of `gradients`, (stop - start,) each, to that piece of a group.
+
+        Each element of values and slots is read and written once, each gradient read once."""
+        target = self.targets[group]
+        dtype = target.current[0].dtype
+        scratch = self._scratch.setdefault(dtype, optimizers.Scratch(dtype))
+        optimizers.apply(
+            self.rule,
+            target.t,
+            gradients,
+            target.current[0][start:stop],
+            [slot[start:stop] for slot in target.current[1:]],
+            target.spares[0].array[start:stop],
+            [spare.array[start:stop] for spare in target.spares[1:]],
+            scratch,
+        )
+        self.touched.add(group)
+
+    def carry_over(self, group: int, start: int, stop: int) -> None:
+        """Copies what no gradient covers."""
+        target = self.targets[group]
+        for current, spare in zip(target.current, target.spares, strict=True):
+            np.copyto(spare.array[start:stop], current[start:stop])
 
     def run(self) -> None:
-        """Computes the next version into the spare arrays. Takes no lock; call it once.
+        """Applies the staged `pushes`, in their order. Call it once.
 
-        Each element of values and slots is read and written once, each gradient read once; what no
-        gradient covers is copied over. A gradient that leaves a variable out counts as zero
-        there."""
-        for target in self.targets:
-            dtype = target.current[0].dtype
-            scratch = self.scratch.setdefault(dtype, optimizers.Scratch(dtype))
-            outs = [spare.array for spare in target.spares]
-            pieces = [push.pieces(target.group) for push in self.pushes]
-            zero = np.zeros((), dtype)
+        A gradient that leaves a variable out, where another has it, counts as zero there."""
+        for group, target in self.targets.items():
+            zero = np.zeros((), target.current[0].dtype)
             at = 0
-            for start, stop, gradients in _segments(pieces, zero):
-                self._carry_over(target, at, start)
-                optimizers.apply(
-                    self.rule,
-                    target.t,
-                    gradients,
-                    target.current[0][start:stop],
-                    [slot[start:stop] for slot in target.current[1:]],
-                    outs[0][start:stop],
-                    [out[start:stop] for out in outs[1:]],
-                    scratch,
-                )
+            for start, stop, gradients in _segments(
+                [push.pieces(group) for push in self.pushes], zero
+            ):
+                self.carry_over(group, at, start)
+                self.apply(group, start, stop, gradients)
                 at = stop
-            self._carry_over(target, at, len(outs[0]))
+            self.carry_over(group, at, len(target.current[0]))
         self.done = True
-
-    @staticmethod
-    def _carry_over(target: Target, start: int, stop: int) -> None:
-        if start < stop:
-            for current, spare in zip(target.current, target.spares, strict=True):
-                np.copyto(spare.array[start:stop], current[start:stop])
 
 
 def _segments(

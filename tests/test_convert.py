@@ -15,8 +15,8 @@ from paramserver.job import Job
 from paramserver.layout import Variable, plan
 from paramserver.membership import Departure, LastPush, Member, Roster
 from paramserver.optimizers import SGD, Adam, Momentum
+from paramserver.push import PushHeader, PushResult
 from paramserver.state import Remembered, ShardState
-from paramserver.update import PushHeader
 from paramserver.v1 import job_pb2, parameter_pb2, tensor_pb2
 
 BIG = 2**64 - 1
@@ -69,6 +69,14 @@ STATE = ShardState(
             convert.push_header_to_proto,
             convert.push_header_from_proto,
             PushHeader(BIG, "worker:0", 1, 2, 3, 4, 5, 6),
+        ),
+        *(
+            (
+                convert.push_result_to_proto,
+                convert.push_result_from_proto,
+                PushResult(reason == "applied", reason, 4, 3, 2),
+            )
+            for reason in ("applied", "job_complete")
         ),
         (convert.sequences_to_proto, convert.sequences_from_proto, {("worker:0", BIG): 4}),
         *(

@@ -44,14 +44,15 @@ LAYERS = (
         "paramserver.errors paramserver.cluster paramserver.placement paramserver.optimizers "
         "paramserver.consistency paramserver.membership paramserver.layout paramserver.buffers "
         "paramserver.grants paramserver.cut paramserver.cut_off "
-        "paramserver.job paramserver.push paramserver.state paramserver.update",
+        "paramserver.job paramserver.parameters paramserver.push paramserver.state "
+        "paramserver.update",
         outside="numpy",
     ),
     Layer("shard", "paramserver.shard", below="core", outside="numpy"),
     Layer("contract", "paramserver.v1*", outside="grpc google"),
     Layer(
         "wire",
-        "paramserver.framing paramserver.codec paramserver.convert paramserver.params "
+        "paramserver.allocation paramserver.framing paramserver.codec paramserver.convert paramserver.params "
         "paramserver.transport paramserver.status paramserver.retry",
         below="core contract",
         outside="numpy grpc google",

@@ -57,7 +57,7 @@ def plain(cls: Any) -> Iterator[Any]:
 
 
 class Framed:
-    """Both services as a servicer of ours sees them. Streams in are summed up, streams out are ARRAY."""
+    """Both services as a servicer of ours sees them; each stream in and out carries ARRAY."""
 
     def __init__(self) -> None:
         self.received: dict[str, bytes] = {}
@@ -250,9 +250,9 @@ def status(channel: grpc.Channel, timeout: float = 10) -> None:
 
 def test_the_message_limit_is_ours_and_named() -> None:
     with (
-        serving(ours(Framed()), max_message_bytes=5000) as port,
+        serving(ours(Framed()), max_message_bytes=3000) as port,
         make_channel(f"127.0.0.1:{port}") as channel,
-        pytest.raises(InvalidArgumentError, match=r"over the limit: .* larger than max .* 5000"),
+        pytest.raises(InvalidArgumentError, match=r"over the limit: .* larger than max .* 3000"),
         call_errors("ps"),
     ):
         ParameterStub(channel).Push(made(PushRequest, 8000), timeout=10)
@@ -263,9 +263,12 @@ def test_the_message_limit_is_ours_and_named() -> None:
 
 
 def test_two_servers_never_share_a_port() -> None:
-    with serving(ours(Framed())) as port, pytest.raises(RuntimeError, match="Failed to bind"):
-        with serving(ours(Framed()), port):
-            pass
+    with (
+        serving(ours(Framed())) as port,
+        pytest.raises(RuntimeError, match="Failed to bind"),
+        serving(ours(Framed()), port),
+    ):
+        pass
 
 
 def test_a_restarted_server_is_found_again() -> None:
@@ -274,11 +277,10 @@ def test_a_restarted_server_is_found_again() -> None:
     with make_channel(f"127.0.0.1:{port}") as channel:
         with pytest.raises(UnavailableError):
             status(channel)
-        with serving(ours(Framed()), port):
-            with call_errors("ps"):
-                ControlStub(channel).Status(
-                    control_pb2.StatusRequest(), timeout=10, wait_for_ready=True
-                )
+        with serving(ours(Framed()), port), call_errors("ps"):
+            ControlStub(channel).Status(
+                control_pb2.StatusRequest(), timeout=10, wait_for_ready=True
+            )
 
 
 def test_a_proxy_from_the_environment_is_not_asked() -> None:
