@@ -23,6 +23,7 @@ from paramserver import cluster, codec, convert, framing, transport
 from paramserver.cluster import Address
 from paramserver.errors import (
     AlreadyExistsError,
+    ConfigError,
     FailedPreconditionError,
     NotFoundError,
     ParamServerError,
@@ -31,7 +32,17 @@ from paramserver.errors import (
 )
 from paramserver.framing import Frame
 from paramserver.job import Job
-from paramserver.layout import DTYPES, Array, Layout, Range, Variable, model_fingerprint, plan
+from paramserver.layout import (
+    DTYPES,
+    Array,
+    Layout,
+    Limits,
+    Range,
+    Variable,
+    check_finite,
+    model_fingerprint,
+    plan,
+)
 from paramserver.placement import place
 from paramserver.retry import RETRYABLE, Retry
 from paramserver.state import ShardState
@@ -46,6 +57,9 @@ CALL_S = 10.0
 
 #: Arrays move at this rate at least, in bytes a second.
 SLOWEST_BYTES_PER_S = 4e6
+
+#: What a shard says of itself, as `survey` and `look` answer it.
+Status = pb.StatusResponse
 
 Load = TypeVar("Load", pb.InitializeRequest, pb.RestoreRequest)
 
@@ -78,7 +92,7 @@ class ControlClient:
     ) -> None:
         self.holder = f"{holder} on {socket.gethostname()}, process {os.getpid()}"
         self._incarnation = secrets.randbits(64) or 1
-        self._connect_timeout = connect_timeout
+        self.connect_timeout = connect_timeout
         self._on_wait = on_wait or (lambda line: _log.info("%s", line))
         self._peers = [
             _Peer(address, keepalive_s, max_message_bytes)
@@ -94,13 +108,16 @@ class ControlClient:
 
     # -- looking -------------------------------------------------------------------------------
 
-    def survey(self, timeout: float | None = None) -> list[pb.StatusResponse]:
+    def survey(
+        self, timeout: float | None = None, wait: Callable[[float], bool] | None = None
+    ) -> list[Status]:
         """The status of every shard, waiting for those that do not answer yet.
 
         In order of index if all are initialised, else of address. Shards listed twice (by two
-        names) are merged. Raises: UnavailableError naming the one that stayed away for `timeout`
-        seconds (default: connect_timeout)."""
-        found: dict[int, tuple[_Peer, pb.StatusResponse]] = {}
+        names) are merged. `wait(seconds)` True interrupts (default: `close` does). Raises:
+        UnavailableError naming the one that stayed away for `timeout` seconds (default:
+        connect_timeout), or was waited for when interrupted."""
+        found: dict[int, tuple[_Peer, Status]] = {}
         for peer in self._peers:
             retry: Retry | None = None
             while True:
@@ -108,7 +125,8 @@ class ControlClient:
                     status = self._status(peer, CALL_S)
                     break
                 except RETRYABLE as error:
-                    retry = self._pause(retry, peer, error, timeout)
+                    retry = self._pause(retry, peer, error, timeout, wait or self._closing.wait)
+            peer.incarnation = status.server_incarnation
             found.setdefault(status.server_incarnation, (peer, status))
         self._peers = [peer for peer, _ in found.values()]
         statuses = [status for _, status in found.values()]
@@ -122,9 +140,9 @@ class ControlClient:
                 self._learn(status.roster)
         return statuses
 
-    def look(self, timeout_s: float = CALL_S) -> list[pb.StatusResponse | ParamServerError]:
+    def look(self, timeout_s: float = CALL_S) -> list[Status | ParamServerError]:
         """The status of every shard, or why there is none; tries once, waits for nobody."""
-        answers: list[pb.StatusResponse | ParamServerError] = []
+        answers: list[Status | ParamServerError] = []
         for peer in self._peers:
             try:
                 status = self._status(peer, timeout_s)
@@ -135,9 +153,15 @@ class ControlClient:
                 answers.append(error)
         return answers
 
-    def _status(self, peer: _Peer, timeout_s: float) -> pb.StatusResponse:
-        with call_errors(peer.name):
-            return peer.stub.Status(pb.StatusRequest(roster=self._news(peer)), timeout=timeout_s)
+    def _status(self, peer: _Peer, timeout_s: float) -> Status:
+        try:
+            with call_errors(peer.name):
+                return peer.stub.Status(
+                    pb.StatusRequest(roster=self._news(peer)), timeout=timeout_s
+                )
+        except ParamServerError:
+            peer.told = -1
+            raise
 
     # -- being chief ---------------------------------------------------------------------------
 
@@ -145,15 +169,18 @@ class ControlClient:
         """Becomes chief at every shard, and stays it until `close`. Call `survey` first.
 
         In ascending order of the servers' incarnations, so that of two who try at once one gets
-        all. Raises: PermissionDeniedError that names the holder."""
+        all. Raises: PermissionDeniedError that names the holder; its `metadata` says for how long
+        it holds, so that the caller can tell a living holder from a dead one."""
         for peer in sorted(self._peers, key=lambda p: p.incarnation):
             answer = self._claim(peer)
             if not answer.granted:
                 self._release()
-                raise PermissionDeniedError(
+                error = PermissionDeniedError(
                     f"{answer.holder} is chief of this job (its claim ends in "
                     f"{answer.lease_left_s:.1f} s unless it renews it)"
                 )
+                error.metadata = (("lease-left-ms", str(int(answer.lease_left_s * 1000))),)
+                raise error
             self._lease_s = answer.lease_s
         if self._renewer is None:
             self._renewer = threading.Thread(
@@ -205,13 +232,14 @@ class ControlClient:
 
         False: the job is there already, with this very model; nothing changes. What a dead
         initialiser left half done is done again. `arrays` in the layout's dtypes. Raises:
-        AlreadyExistsError that names what differs; FailedPreconditionError for a job that has lost
-        a shard."""
-        statuses = self.survey()
-        self.claim()
+        InvalidArgumentError for what no shard can hold; AlreadyExistsError that names what differs;
+        FailedPreconditionError for a job that has lost a shard."""
         variables = [
             Variable(name, array.dtype.name, array.shape) for name, array in arrays.items()
         ]
+        _check_values(variables, arrays)
+        statuses = self.survey()
+        self.claim()
         model = model_fingerprint(variables)
         job = Job(job.consistency, job.optimizer, job.last_step, model, job.settings)
         match how_far(statuses):
@@ -258,16 +286,19 @@ class ControlClient:
 
     # -- the cut -------------------------------------------------------------------------------
 
-    def snapshot(self, hold_s: float) -> list[ShardArrays]:
+    def snapshot(
+        self, hold_s: float, ahead: Mapping[tuple[str, int], int] | int = 0
+    ) -> list[ShardArrays]:
         """A consistent cut over all shards, with all arrays; training goes on meanwhile.
 
-        Pushes are held for the pushes in flight plus a round trip, `hold_s` seconds at most.
-        Raises: DeadlineExceededError if a worker's push did not arrive in that time (the job goes
-        on)."""
+        Pushes are held for the pushes in flight plus a round trip, `hold_s` seconds at most. With
+        `ahead` the cut is not made before a round (synchronous jobs), or before certain workers'
+        pushes, by (worker, incarnation): until then these go on. Raises: DeadlineExceededError or
+        FailedPreconditionError if the cut was not reached in that time (the job goes on)."""
         cut = secrets.randbits(64) or 1
         try:
-            admit: dict[tuple[str, int], int] = {}
-            rounds = 0
+            admit = {} if isinstance(ahead, int) else dict(ahead)
+            rounds = ahead if isinstance(ahead, int) else 0
             for peer in self._peers:
                 with call_errors(peer.name):
                     held = peer.stub.Hold(
@@ -355,17 +386,22 @@ class ControlClient:
             if answer.HasField("roster"):
                 self._learn(answer.roster)
 
-    def shutdown(self, now: bool, reason: str) -> None:
-        """The job is done (`now`: end the servers at once). ps:0 last; tries every shard."""
+    def shutdown(self, now: bool, reason: str) -> list[str]:
+        """The job is done (`now`: end the servers at once). ps:0 last; tries every shard.
+
+        Returns the workers that some shard has not told yet."""
+        waiting: set[str] = set()
         for peer in reversed(self._peers):
             try:
                 with call_errors(peer.name):
-                    peer.stub.Shutdown(
+                    answer = peer.stub.Shutdown(
                         pb.ShutdownRequest(chief=self._chief(peer), now=now, reason=reason),
                         timeout=CALL_S,
                     )
+                waiting.update(answer.waiting_for)
             except UnavailableError as error:
                 _log.debug("event=shutdown-failed peer=%r reason=%r", peer.name, str(error))
+        return sorted(waiting)
 
     def close(self) -> None:
         """Gives up being chief, and ends the connections. Idempotent."""
@@ -412,11 +448,16 @@ class ControlClient:
                         peer.told = -1
 
     def _pause(
-        self, retry: Retry | None, peer: _Peer, error: ParamServerError, timeout: float | None
+        self,
+        retry: Retry | None,
+        peer: _Peer,
+        error: ParamServerError,
+        timeout: float | None,
+        wait: Callable[[float], bool],
     ) -> Retry:
         if retry is None:
-            total = self._connect_timeout if timeout is None else timeout
-            retry = Retry(peer.name, total, wait=self._closing.wait, on_wait=self._on_wait)
+            total = self.connect_timeout if timeout is None else timeout
+            retry = Retry(peer.name, total, wait=wait, on_wait=self._on_wait)
         retry.pause(error)
         return retry
 
@@ -440,7 +481,7 @@ class _Peer:
         return f"{'ps' if self.index is None else f'ps:{self.index}'} at {self.address}"
 
 
-def how_far(statuses: Sequence[pb.StatusResponse]) -> str:
+def how_far(statuses: Sequence[Status]) -> str:
     """What the shards hold together: "empty", "whole" (one session), "begun" (an initialiser died
     before it came to ps:0, so nothing has ever been trained), or "broken"."""
     held = [status for status in statuses if status.initialized]
@@ -453,7 +494,21 @@ def how_far(statuses: Sequence[pb.StatusResponse]) -> str:
     return "begun" if untouched and all(status.shard_index for status in held) else "broken"
 
 
-def check_model(statuses: Sequence[pb.StatusResponse], variables: Sequence[Variable]) -> None:
+def check_set(statuses: Sequence[Status]) -> None:
+    """Refuses a set of servers that is not a job's set of shards. Raises: ConfigError naming what
+    is missing or too much."""
+    held = [status for status in statuses if status.initialized]
+    for count in {status.shard_count for status in held} - {len(statuses)}:
+        here = ", ".join(f"ps:{i}" for i in sorted(status.shard_index for status in held))
+        raise ConfigError(
+            f"--ps names {len(statuses)} servers, but a job of {count} shards is there ({here}); "
+            "name all of its servers, or end them first"
+        )
+    if len({status.shard_index for status in held}) != len(held):
+        raise ConfigError("--ps names servers of two jobs; end those of one first")
+
+
+def check_model(statuses: Sequence[Status], variables: Sequence[Variable]) -> None:
     """Refuses another model than the one that is there. Raises: AlreadyExistsError naming the
     difference."""
     held = {
@@ -470,6 +525,15 @@ def check_model(statuses: Sequence[pb.StatusResponse], variables: Sequence[Varia
                 f"another model is here already: {name!r} is {ours.dtype} {ours.shape}, "
                 f"not {theirs.dtype} {theirs.shape}"
             )
+
+
+def _check_values(variables: Sequence[Variable], arrays: Mapping[str, Array]) -> None:
+    """Refuses before the first shard is called what some shard would refuse, so that none is given
+    half a model. Raises: InvalidArgumentError that names the variable."""
+    layout = plan(variables, Limits(len(variables), total_bytes=1 << 62))
+    for v in layout.variables:
+        whole = Range(v.group, v.offset, v.size)
+        check_finite(layout, whole, arrays[v.name].reshape(-1), "variable")
 
 
 def _load_frames(cls: type[Load], chief: pb.Chief, shard: ShardArrays) -> Iterator[Frame[Load]]:

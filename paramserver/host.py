@@ -549,11 +549,13 @@ class Host:
                 del self._snapshots[cut]
         if not self._shard:
             return []
-        number = self._shard.roster.number
+        number, due = self._shard.roster.number, self._shard.next_deadline()
         dropped = self._shard.tick(now)
         if self._shard.roster.number != number:
             self._end_streams_of_the_gone(self._shard)
             self._check_finished()
+        if self._shard.roster.number != number or (due is not None and due <= now):
+            # Also if it was only a hold that ended: pushes wait for that.
             self._changed.notify_all()
         return dropped
 

@@ -6,9 +6,13 @@ and what ends things; its owner guards it.
 
 from __future__ import annotations
 
+import itertools
 import queue
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
+
+import grpc
 
 from paramserver import codec, framing, transport
 from paramserver.allocation import Pool
@@ -17,7 +21,7 @@ from paramserver.errors import UnavailableError
 from paramserver.framing import Frame
 from paramserver.layout import Array, Range, plan
 from paramserver.params import Received
-from paramserver.status import call_errors
+from paramserver.status import raise_for
 from paramserver.v1 import parameter_pb2 as pb
 
 EMPTY = plan(())
@@ -55,21 +59,34 @@ class Link:
         """For messages: "ps:1 at 10.0.0.7:1682"."""
         return f"{'ps' if self.index is None else f'ps:{self.index}'} at {self.address}"
 
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Around a call: raises errors of ours.
+
+        A server cancels a call that it ends for reasons of its own: it stops, a restore began, a
+        lease is over. The next attempt is told which."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.CANCELLED:
+                raise UnavailableError(f"{self.peer} ended the call") from error
+            raise_for(error, self.peer)
+
     # -- membership ----------------------------------------------------------------------------
 
     def join(self, caller: pb.Caller, timeout_s: float) -> pb.JoinResponse:
         """Asks what the shard is, and (with a worker's name) takes part. Blocks."""
-        with call_errors(self.peer):
+        with self._errors():
             return self._stub.Join(pb.JoinRequest(caller=caller), timeout=timeout_s)
 
     def heartbeat(self, caller: pb.Caller, timeout_s: float) -> pb.HeartbeatResponse:
         """Renews the lease, or carries news. Blocks. Thread-safe."""
-        with call_errors(self.peer):
+        with self._errors():
             return self._stub.Heartbeat(pb.HeartbeatRequest(caller=caller), timeout=timeout_s)
 
     def leave(self, caller: pb.Caller, reason: str, timeout_s: float) -> pb.LeaveResponse:
         """Says good-bye. Blocks."""
-        with call_errors(self.peer):
+        with self._errors():
             return self._stub.Leave(
                 pb.LeaveRequest(caller=caller, reason=reason), timeout=timeout_s
             )
@@ -85,7 +102,7 @@ class Link:
 
     def finish_push(self, call: PushCall) -> pb.PushResponse:
         """Waits for a push's result."""
-        with call_errors(self.peer):
+        with self._errors():
             response: pb.PushResponse = call.result()
             return response
 
@@ -100,20 +117,21 @@ class Link:
         self, call: Iterator[bytes], received: Received | None, on_waiting: OnWaiting
     ) -> pb.PullHeader:
         """Reads the answer to a pull into `received` (None: only the header is wanted)."""
-        with call_errors(self.peer):
-            return self._read(pb.PullResponse, call, received, on_waiting).header
+        with self._errors():
+            return self._read(self._frames_in(pb.PullResponse, call), received, on_waiting).header
+
+    def _frames_in(self, cls: type[Answer], call: Iterator[bytes]) -> Iterator[Frame[Answer]]:
+        return (framing.decode(cls, data) for data in call)
 
     def _read(
         self,
-        cls: type[Answer],
-        call: Iterator[bytes],
+        frames: Iterator[Frame[Answer]],
         received: Received | None,
         on_waiting: OnWaiting,
     ) -> Answer:
         """The message with the header; all others have been taken in when it returns."""
         head: Answer | None = None
-        for data in call:
-            frame = framing.decode(cls, data)
+        for frame in frames:
             message = frame.message
             if message.HasField("waiting"):
                 on_waiting(self, message.waiting)
@@ -145,16 +163,25 @@ class Link:
             turns.requests.put(frame)
 
     def turn_result(self) -> pb.PushPullResponse:
-        """Waits for the push's result of the turn that was sent: `result` and perhaps `roster`."""
-        with call_errors(self.peer):
+        """Waits for the push's result of the turn that was sent: `result` and perhaps `roster`.
+
+        The same message may begin the answer to the pull; `finish_turn` then starts with it."""
+        with self._errors():
             for data in self._answers():
-                return framing.decode(pb.PushPullResponse, data).message
+                frame = framing.decode(pb.PushPullResponse, data)
+                if self._turns is not None and frame.message.HasField("header"):
+                    self._turns.head = frame
+                return frame.message
             raise UnavailableError(f"{self.peer} ended the stream")
 
     def finish_turn(self, received: Received | None, on_waiting: OnWaiting) -> pb.PullHeader:
         """Reads the pull half of the turn."""
-        with call_errors(self.peer):
-            return self._read(pb.PushPullResponse, self._answers(), received, on_waiting).header
+        with self._errors():
+            answers = self._frames_in(pb.PushPullResponse, self._answers())
+            turns = self._turns
+            if turns is not None and turns.head is not None:
+                answers, turns.head = itertools.chain((turns.head,), answers), None
+            return self._read(answers, received, on_waiting).header
 
     def _answers(self) -> Iterator[bytes]:
         turns = self._turns
@@ -184,6 +211,8 @@ class _Turns:
         # Holds one turn at most: references to the gradient, not copies.
         self.requests: queue.SimpleQueue[Frame[pb.PushPullRequest] | None] = queue.SimpleQueue()
         self.answers = stub.PushPull(iter(self.requests.get, None))
+        #: The beginning of an answer that came with the push's result.
+        self.head: Frame[pb.PushPullResponse] | None = None
 
     def close(self) -> None:
         self.answers.cancel()

@@ -7,12 +7,13 @@ Errors leave through one door, `rpc_errors`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TypeVar
 
 import grpc
 
 from paramserver import codec, convert, framing
+from paramserver.consistency import Gate
 from paramserver.errors import InvalidArgumentError
 from paramserver.host import Host
 from paramserver.layout import Array, Range
@@ -90,64 +91,78 @@ class ParameterService:
             if request.caller.HasField("roster"):
                 self._host.adopt(convert.roster_from_proto(request.caller.roster))
             context.add_callback(self._host.wake)
-            yield from self._pull(pb.PullResponse, request.caller, request.options, context)
+            known = request.caller.known_roster
+            outcome = yield from self._wait(
+                pb.PullResponse, request.caller, request.options, known, context
+            )
+            if outcome:
+                yield from self._answer(pb.PullResponse(), outcome, request.options, known)
 
-    def _pull(
+    def _look(
+        self,
+        caller: pb.Caller,
+        options: pb.PullOptions,
+        context: grpc.ServicerContext,
+        for_s: float,
+    ) -> View | Gate:
+        return self._host.pull(
+            caller.session,
+            (caller.worker, caller.incarnation),
+            options.clock if options.wait else None,
+            not options.header_only,
+            for_s,
+            context.is_active,
+        )
+
+    def _wait(
         self,
         cls: type[Response],
         caller: pb.Caller,
         options: pb.PullOptions,
+        known: int,
         context: grpc.ServicerContext,
-    ) -> Iterator[framing.Frame[Response]]:
-        """The messages that answer a pull: Waiting as long as it waits, then the parameters."""
-        known = caller.known_roster
+    ) -> Generator[framing.Frame[Response], None, View | None]:
+        """Says every few seconds what a pull waits for; the view in the end, None if cancelled."""
         while True:
-            outcome = self._host.pull(
-                caller.session,
-                (caller.worker, caller.incarnation),
-                options.clock if options.wait else None,
-                not options.header_only,
-                WAITING_EVERY_S,
-                context.is_active,
-            )
+            outcome = self._look(caller, options, context, WAITING_EVERY_S)
             if isinstance(outcome, View):
-                break
+                return outcome
             if not context.is_active():
-                return
+                return None
             news = self._host.news(known)
             known = news.number if news else known
             waiting = pb.Waiting(
                 reason=outcome.reason, roster=convert.roster_to_proto(news) if news else None
             )
             yield framing.Frame(cls(waiting=waiting))
-        try:
-            yield from self._answer(cls, outcome, options, known)
-        finally:
-            self._host.release(outcome)
 
     def _answer(
-        self, cls: type[Response], view: View, options: pb.PullOptions, known: int
+        self, head: Response, view: View, options: pb.PullOptions, known: int
     ) -> Iterator[framing.Frame[Response]]:
-        news = self._host.news(known)
-        unchanged = options.HasField("known_version") and options.known_version == view.version
-        header = pb.PullHeader(
-            version=view.version,
-            global_step=view.global_step,
-            step=view.step,
-            complete=view.complete,
-            roster=convert.roster_to_proto(news) if news else None,
-            unchanged=unchanged,
-        )
-        parts: list[tuple[Range, Array]] = []
-        if view.pin and not unchanged:
-            parts = [
-                (piece, view.pin.arrays[piece.group, 0][piece.offset : piece.offset + piece.count])
-                for piece in view.layout.ranges(options.names)
-            ]
-        message = cls(header=header)
-        for chunk in codec.chunks(parts, self._chunk_bytes):
-            yield codec.framed(message, chunk)
-            message = cls()
+        """The messages that carry a view, the first of them `head`. Gives the view back."""
+        cls = type(head)
+        try:
+            news = self._host.news(known)
+            unchanged = options.HasField("known_version") and options.known_version == view.version
+            head.header.version = view.version
+            head.header.global_step = view.global_step
+            head.header.step = view.step
+            head.header.complete = view.complete
+            head.header.unchanged = unchanged
+            if news:
+                head.header.roster.CopyFrom(convert.roster_to_proto(news))
+            parts: list[tuple[Range, Array]] = []
+            if view.pin and not unchanged:
+                parts = [
+                    (p, view.pin.arrays[p.group, 0][p.offset : p.offset + p.count])
+                    for p in view.layout.ranges(options.names)
+                ]
+            message = head
+            for chunk in codec.chunks(parts, self._chunk_bytes):
+                yield codec.framed(message, chunk)
+                message = cls()
+        finally:
+            self._host.release(view)
 
     # -- both ----------------------------------------------------------------------------------
 
@@ -173,17 +188,24 @@ class ParameterService:
         context: grpc.ServicerContext,
     ) -> Iterator[framing.Frame[pb.PushPullResponse]]:
         while True:
-            caller = first.message.header.caller
+            caller, options = first.message.header.caller, first.message.options
             result = self._push(first, requests, context)
-            news = self._host.news(caller.known_roster)
-            known = news.number if news else caller.known_roster
-            head = pb.PushPullResponse(
-                result=convert.push_result_to_proto(result),
-                roster=convert.roster_to_proto(news) if news else None,
-            )
-            yield framing.Frame(head)
-            caller.known_roster = known
-            yield from self._pull(pb.PushPullResponse, caller, first.message.options, context)
+            known = caller.known_roster
+            head = pb.PushPullResponse(result=convert.push_result_to_proto(result))
+            # If the pull need not wait, one message carries both halves' answers.
+            view = self._look(caller, options, context, 0.0)
+            if not isinstance(view, View):
+                news = self._host.news(known)
+                if news:
+                    head.roster.CopyFrom(convert.roster_to_proto(news))
+                    known = news.number
+                yield framing.Frame(head)
+                head = pb.PushPullResponse()
+                waited = yield from self._wait(pb.PushPullResponse, caller, options, known, context)
+                if waited is None:
+                    return
+                view = waited
+            yield from self._answer(head, view, options, known)
             data = next(requests, None)
             if data is None:
                 return

@@ -83,7 +83,7 @@ class Loading:
             return
         self._coverage.add(piece)
         if not piece.slot:
-            check_finite(self.layout, piece, values)
+            check_finite(self.layout, piece, values, "variable")
         else:
             self._with_slots.add(piece.group)
         np.copyto(
