@@ -9,7 +9,7 @@ PROTO := .venv-proto
 FLOOR := .venv-floor
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-floor lint format proto proto-check clean
+.PHONY: help setup demo test test-floor bench lint format proto proto-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ test: setup ## Run the tests, in two processes (ARGS="-k push" chooses)
 
 test-floor: $(FLOOR)/.stamp ## Run FLOOR_TESTS with the lowest versions that pyproject.toml admits
 	$(FLOOR)/bin/python -m pytest $(FLOOR_TESTS) $(ARGS)
+
+bench: $(VENV)/.bench ## Measure it beside yardsticks, some minutes (ARGS="--quick")
+	$(BIN)/python -m benchmarks $(ARGS)
 
 lint: setup ## Check style, format, types and the contract
 	$(BIN)/python -m ruff check
@@ -49,6 +52,10 @@ clean: ## Remove caches and build outputs; .venv and ckpt stay
 $(VENV)/.stamp: pyproject.toml requirements/dev.txt
 	$(make-venv)
 	$(@D)/bin/python -m pip install -q -c requirements/dev.txt -e '.[dev,examples]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.stamp
+	$(BIN)/python -m pip install -q -c requirements/dev.txt -e '.[bench]'
 	@touch $@
 
 $(PROTO)/.stamp: requirements/proto.txt

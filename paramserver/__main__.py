@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m paramserver",
         description="Holds and updates parameters. What to hold comes by RPC, from the chief.",
+        epilog="python -m paramserver bench --ps HOST:PORT tests the link to one that runs.",
         allow_abbrev=False,
     )
     add = p.add_argument
@@ -148,6 +149,11 @@ def _forward(event: threading.Event, reason: str, why: list[str], end: threading
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["bench"]:
+        from paramserver import bench  # a client, which a server needs not
+
+        return bench.main(argv[1:])
     args = parser().parse_args(argv)
     logging.basicConfig(
         level=args.log_level.upper(),

@@ -24,12 +24,11 @@ MAX_PINNED = 3
 class Buffer:
     """One flat array and the number of readers that hold it."""
 
-    __slots__ = ("array", "pins", "retired")
+    __slots__ = ("array", "pins")
 
     def __init__(self, array: Array) -> None:
         self.array = array
         self.pins = 0
-        self.retired = False
 
     def view(self) -> Array:
         """The array, not to be written."""
@@ -45,6 +44,7 @@ class FlatArray:
         self.current = Buffer(array)
         self._spares: list[Buffer] = []
         self._alive = 1
+        self._pinned = 0
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +64,7 @@ class FlatArray:
 
     def discard(self, buffer: Buffer) -> None:
         """Takes an unpublished buffer back."""
-        self._spares.append(buffer)
+        self._recycle(buffer)
 
     def forget(self) -> None:
         """Gives up an unpublished buffer that somebody may still write into."""
@@ -73,23 +73,34 @@ class FlatArray:
     def publish(self, buffer: Buffer) -> None:
         """Makes `buffer` the current version; the old one is recycled once nobody reads it."""
         old, self.current = self.current, buffer
-        buffer.retired = False
-        old.retired = True
         if not old.pins:
             self._recycle(old)
+
+    def pin(self) -> Buffer:
+        """The current version, not to be written until `release`."""
+        self._pinned += not self.current.pins
+        self.current.pins += 1
+        return self.current
 
     def release(self, buffer: Buffer) -> None:
         """Ends one pin."""
         buffer.pins -= 1
-        if not buffer.pins and buffer.retired:
-            self._recycle(buffer)
+        if buffer.pins:
+            return
+        self._pinned -= 1
+        if buffer is not self.current:
+            self._spares.append(buffer)
+        self._trim()
 
     def _recycle(self, buffer: Buffer) -> None:
-        # One spare is what the next update needs; more would only be kept warm.
-        if self._spares:
+        self._spares.append(buffer)
+        self._trim()
+
+    def _trim(self) -> None:
+        # Fresh memory is slow: what the bound allows is kept.
+        while self._spares and self._alive > 2 + self._pinned:
+            self._spares.pop()
             self._alive -= 1
-        else:
-            self._spares.append(buffer)
 
 
 @dataclass(frozen=True)
@@ -117,9 +128,9 @@ class Buffers:
         arrays = {}
         for g, group in enumerate(self.flat):
             for s, flat in enumerate(group if slots else group[:1]):
-                flat.current.pins += 1
-                held.append((flat, flat.current))
-                arrays[g, s] = flat.current.view()
+                buffer = flat.pin()
+                held.append((flat, buffer))
+                arrays[g, s] = buffer.view()
         return Pin(tuple(held), arrays)
 
     def release(self, pin: Pin) -> None:

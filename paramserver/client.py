@@ -20,15 +20,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import numpy.typing as npt
 
-from paramserver import cluster, codec, convert, transport
-from paramserver.connection import CALL_S, Connection, left, until
+from paramserver import cluster, codec, transport
+from paramserver.connection import Connection, left, until
 from paramserver.consistency import Async, Consistency
 from paramserver.control_client import ControlClient
-from paramserver.convert import CarriesRoster
 from paramserver.errors import (
     AbortedError,
     DeadlineExceededError,
@@ -37,31 +36,23 @@ from paramserver.errors import (
     NotInitializedError,
     ParamServerError,
 )
+from paramserver.exchange import Exchange, Parts
 from paramserver.job import Job
-from paramserver.layout import Array, Range, check_finite
+from paramserver.layout import Range, check_finite
 from paramserver.link import Link
 from paramserver.membership import worker_order
 from paramserver.optimizers import SGD, Optimizer
-from paramserver.params import Params, Received, Ticket
+from paramserver.params import Params, Ticket
 from paramserver.push import PushResult
-from paramserver.retry import RETRYABLE, Retry, backoff
-from paramserver.v1 import parameter_pb2 as pb
+from paramserver.retry import backoff
 
 _log = logging.getLogger(__name__)
 
-Parts = list[tuple[Range, Array]]
-_Call = Any
 _T = TypeVar("_T")
 _RNG = random.Random()
 
-#: An attempt at a call that waits ends after this time and is made again, in seconds.
-ATTEMPT_S = 300.0
-
 #: `Client.close` gives calls in other threads this long to end before it cuts them off, in seconds.
 CLOSE_S = 2.0
-
-#: A push may take longer than other calls that never wait, by its bytes at this rate.
-SLOWEST_BYTES_PER_S = 4e6
 
 
 class Client:
@@ -92,6 +83,7 @@ class Client:
         self.worker = worker
         self._connect_timeout = connect_timeout
         self._keepalive_s = keepalive_s
+        self._max_message_bytes = max_message_bytes
         self._on_wait = on_wait or (lambda line: _log.info("%s", line))
         self._conn = Connection(
             self._addresses,
@@ -106,8 +98,7 @@ class Client:
         self._sequence = 0
         self._member = 0
         self._ticket: Ticket | None = None
-        # The pulls and pushes under way; `close` reads it without the lock, to end them.
-        self._running: list[_Call] = []
+        self._exchange = Exchange(self._conn)
         #: What became of this client's last push; None before the first.
         self.last_result: PushResult | None = None
 
@@ -142,6 +133,7 @@ class Client:
                 connect_timeout=self._connect_timeout,
                 on_wait=self._on_wait,
                 keepalive_s=self._keepalive_s,
+                max_message_bytes=self._max_message_bytes,
             ) as control,
         ):
             return control.initialize(arrays, job)
@@ -163,24 +155,36 @@ class Client:
     # -- pull ----------------------------------------------------------------------------------
 
     def pull(
-        self, names: Sequence[str] | None = None, wait: bool = True, timeout: float | None = None
+        self,
+        names: Sequence[str] | None = None,
+        wait: bool = True,
+        timeout: float | None = None,
+        *,
+        have: Params | None = None,
     ) -> Params:
         """The parameters (all, or `names`), of one version on each shard.
 
         `wait`: take part, that is wait for this worker's clock, and get the right to push one step;
-        if the job is over, answers the final parameters with `complete`. Else read now. Blocks;
-        after a restore or a lost lease it joins again by itself.
+        if the job is over, answers the final parameters with `complete`. Else read now. `have`:
+        parameters pulled before; a shard that is still at their version sends no arrays, and the
+        result shares theirs. Blocks; after a restore or a lost lease it joins again by itself.
 
         Raises: NotFoundError; DeadlineExceededError after `timeout` seconds; UnavailableError when
         a shard stays away for longer than `connect_timeout`."""
+        names = [names] if isinstance(names, str) else names or ()
         with self._call():
-            return self._pull(tuple(names or ()), wait, until(timeout))
+            return self._pull(tuple(names), wait, until(timeout), have)
 
-    def _pull(self, names: tuple[str, ...], wait: bool, deadline: float) -> Params:
+    def _pull(
+        self, names: tuple[str, ...], wait: bool, deadline: float, have: Params | None = None
+    ) -> Params:
         def attempt() -> Params:
-            return self._pull_once(names, wait, header_only=False, deadline=deadline)
+            return self._exchange.pull(names, wait, deadline, have=have)
 
-        return self._entering(attempt, wait, deadline)
+        params = self._entering(attempt, wait, deadline)
+        if wait:
+            self._ticket = params.ticket
+        return params
 
     def _entering(self, attempt: Callable[[], _T], member: bool, deadline: float) -> _T:
         """`attempt()` once connected (and a `member`); again after a restore or a lost lease."""
@@ -201,94 +205,6 @@ class Client:
                 self._start_over(str(error))
                 if self._conn.closing.wait(next(delays)):
                     raise
-
-    def _pull_once(
-        self, names: tuple[str, ...], wait: bool, header_only: bool, deadline: float
-    ) -> Params:
-        """One pull from all shards at once."""
-        self._check_names(names)
-        options = [self._options(link, names, wait, header_only) for link in self._conn.links]
-        with self._cancelling(
-            [
-                link.start_pull(self._conn.caller(link), option, _attempt(deadline))
-                for link, option in zip(self._conn.links, options, strict=True)
-            ]
-        ) as calls:
-            answers = [
-                self._finish_pull(i, link, names, options[i], calls, deadline)
-                for i, link in enumerate(self._conn.links)
-            ]
-        return self._params(names, wait, answers, deadline)
-
-    def _finish_pull(
-        self,
-        i: int,
-        link: Link,
-        names: tuple[str, ...],
-        options: pb.PullOptions,
-        calls: list[_Call],
-        deadline: float,
-    ) -> tuple[Received | None, pb.PullHeader]:
-        retry: Retry | None = None
-        while True:
-            received = self._receiver(link, names, options)
-            try:
-                header = link.finish_pull(calls[i], received, self._conn.on_waiting)
-            except RETRYABLE as error:
-                retry = self._conn.pause(retry, link, error, deadline)
-                calls[i] = link.start_pull(self._conn.caller(link), options, _attempt(deadline))
-            else:
-                self._learn(header)
-                return received, header
-
-    def _params(
-        self,
-        names: tuple[str, ...],
-        wait: bool,
-        answers: list[tuple[Received | None, pb.PullHeader]],
-        deadline: float,
-    ) -> Params:
-        """Puts the shards' answers together; if the job is over, sees that all of them are
-        final."""
-        head = answers[0][1]
-        for i, link in enumerate(self._conn.links):
-            if head.complete and not answers[i][1].complete:
-                options = self._options(link, names, True, answers[i][0] is None)
-                call = link.start_pull(self._conn.caller(link), options, _attempt(deadline))
-                with self._cancelling([call]) as calls:
-                    answers[i] = self._finish_pull(0, link, names, options, calls, deadline)
-        versions = tuple(header.version for _, header in answers)
-        ticket = None
-        if wait:
-            ticket = Ticket(
-                self._conn.session, self._conn.incarnation, self._conn.clock, head.step, versions
-            )
-            self._ticket = ticket
-        wanted = sorted(
-            names or (v.name for link in self._conn.links for v in link.layout.variables)
-        )
-        received = [r for r, _ in answers if r is not None]
-        return Params(received, wanted, head.global_step, versions, head.complete, ticket)
-
-    def _options(
-        self, link: Link, names: tuple[str, ...], wait: bool, header_only: bool
-    ) -> pb.PullOptions:
-        here = [name for name in names if name in link.layout]
-        return pb.PullOptions(
-            wait=wait,
-            clock=self._conn.clock if wait else 0,
-            names=here,
-            header_only=header_only or (bool(names) and not here),
-        )
-
-    def _receiver(
-        self, link: Link, names: tuple[str, ...], options: pb.PullOptions
-    ) -> Received | None:
-        return None if options.header_only else Received(link.layout, options.names, link.pool)
-
-    def _check_names(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._conn.link_of(name)
 
     # -- push ----------------------------------------------------------------------------------
 
@@ -316,9 +232,11 @@ class Client:
             self._enter(deadline)
             parts = self._split(grads)
             ticket = self._use_ticket(params, deadline)
-            if ticket is None:
-                return PushResult(False, "job_complete", 0, 0, 0)
-            return self._push_once(ticket, parts, examples, deadline)
+            if isinstance(ticket, PushResult):
+                return ticket
+            with self._step_or_nothing() as sequence:
+                self.last_result = self._exchange.push(ticket, sequence, parts, examples, deadline)
+            return self.last_result
 
     def push_pull(
         self,
@@ -327,18 +245,20 @@ class Client:
         *,
         examples: int = 0,
         timeout: float | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> Params:
         """`push` and the next waiting `pull` in one round trip, on a stream that stays open.
 
-        The push's result is `client.last_result`. Raises what the two raise."""
+        The push's result is `client.last_result`. `meanwhile` is called while the two are on their
+        way: to prepare the next batch, say. Raises what the two raise."""
         with self._call():
             deadline = until(timeout)
             self._enter(deadline)
             parts = self._split(grads)
             ticket = self._use_ticket(params, deadline)
-            if ticket is None:
+            if isinstance(ticket, PushResult):
                 return self._pull((), True, deadline)
-            return self._turn(ticket, parts, examples, deadline)
+            return self._turn(ticket, parts, examples, deadline, meanwhile)
 
     def _split(self, grads: Mapping[str, npt.ArrayLike]) -> list[Parts]:
         """The gradients by shard, in layout order, checked in full before anything is sent."""
@@ -360,8 +280,8 @@ class Client:
             own.sort(key=lambda part: (part[0].group, part[0].offset))
         return parts
 
-    def _use_ticket(self, params: Params | None, deadline: float) -> Ticket | None:
-        """The right to push one step, spent by this call; None: the job is over.
+    def _use_ticket(self, params: Params | None, deadline: float) -> Ticket | PushResult:
+        """The right to push one step, spent by this call; if the job is over, the push's refusal.
 
         Raises: AbortedError for params of another session."""
         ticket = params.ticket if params is not None else self._ticket
@@ -377,111 +297,54 @@ class Client:
             self._ticket = None
             return ticket
         base = params.versions if params is not None else None
-        fresh = self._pull_once((), True, header_only=True, deadline=deadline)
+        fresh = self._exchange.pull((), True, deadline, header_only=True)
         self._ticket = None
         if fresh.complete or fresh.ticket is None:
-            return None
+            self.last_result = PushResult(
+                False, "job_complete", fresh.versions[0], 0, fresh.version
+            )
+            return self.last_result
         if base is None:
             return fresh.ticket
         return Ticket(
             self._conn.session, self._conn.incarnation, self._conn.clock, fresh.ticket.step, base
         )
 
-    def _push_once(
-        self, ticket: Ticket, parts: list[Parts], examples: int, deadline: float
-    ) -> PushResult:
-        with self._step_or_nothing() as sequence:
-
-            def start(link: Link) -> _Call:
-                header = self._header(link, ticket, sequence, examples)
-                own = parts[link.index or 0]
-                return link.start_push(header, own, _call_s(own, deadline))
-
-            with self._cancelling([start(link) for link in self._conn.links]) as calls:
-                responses = []
-                for i, link in enumerate(self._conn.links):
-                    retry: Retry | None = None
-                    while True:
-                        try:
-                            response = link.finish_push(calls[i])
-                            break
-                        except RETRYABLE as error:
-                            retry = self._conn.pause(retry, link, error, deadline)
-                            calls[i] = start(link)
-                    self._learn(response)
-                    responses.append(response)
-        self.last_result = convert.push_result_from_proto(responses[0].result)
-        return self.last_result
-
-    def _turn(self, ticket: Ticket, parts: list[Parts], examples: int, deadline: float) -> Params:
+    def _turn(
+        self,
+        ticket: Ticket,
+        parts: list[Parts],
+        examples: int,
+        deadline: float,
+        meanwhile: Callable[[], object] | None,
+    ) -> Params:
+        """One turn on the streams that stay open. They have no deadline of their own."""
         timer = None
         if deadline < float("inf"):
-            timer = threading.Timer(max(0.0, deadline - time.monotonic()), self._conn.end_turns)
+            timer = threading.Timer(left(deadline), self._conn.end_turns)
             timer.daemon = True
             timer.start()
         try:
-            return self._turn_once(ticket, parts, examples, deadline)
+            with self._step_or_nothing() as sequence:
+                self.last_result = self._exchange.push_turn(
+                    ticket, sequence, parts, examples, deadline, meanwhile
+                )
+            try:
+                params = self._exchange.pull_turn(deadline)
+            except (AbortedError, NotInitializedError) as error:
+                # The step is in; what comes after it is a pull like any other.
+                self._start_over(str(error))
+                return self._pull((), True, deadline)
+            self._ticket = params.ticket
+            return params
         except BaseException as error:
             self._conn.end_turns()
-            if isinstance(error, ParamServerError) and time.monotonic() >= deadline:
+            if isinstance(error, ParamServerError) and not left(deadline):
                 raise DeadlineExceededError(f"the deadline is over: {error}") from error
             raise
         finally:
             if timer:
                 timer.cancel()
-
-    def _turn_once(
-        self, ticket: Ticket, parts: list[Parts], examples: int, deadline: float
-    ) -> Params:
-        options = [pb.PullOptions(wait=True, clock=ticket.clock + 1) for _ in self._conn.links]
-
-        def start(link: Link) -> None:
-            i = link.index or 0
-            link.start_turn(self._header(link, ticket, sequence, examples), parts[i], options[i])
-
-        with self._step_or_nothing() as sequence:
-            for link in self._conn.links:
-                start(link)
-            results = []
-            for link in self._conn.links:
-                retry: Retry | None = None
-                while True:
-                    try:
-                        response = link.turn_result()
-                        break
-                    except RETRYABLE as error:
-                        link.end_turns()
-                        retry = self._conn.pause(retry, link, error, deadline)
-                        start(link)
-                self._learn(response)
-                results.append(response)
-        self.last_result = convert.push_result_from_proto(results[0].result)
-        try:
-            answers = [
-                self._finish_turn(link, options[link.index or 0], deadline)
-                for link in self._conn.links
-            ]
-        except (AbortedError, NotInitializedError) as error:
-            # The step is in; what came after it is a pull like any other.
-            self._start_over(str(error))
-            return self._pull((), True, deadline)
-        return self._params((), True, answers, deadline)
-
-    def _finish_turn(
-        self, link: Link, options: pb.PullOptions, deadline: float
-    ) -> tuple[Received | None, pb.PullHeader]:
-        received = Received(link.layout, (), link.pool)
-        try:
-            header = link.finish_turn(received, self._conn.on_waiting)
-        except RETRYABLE as error:
-            # The push half counts; only the pull is made again.
-            link.end_turns()
-            self._conn.pause(None, link, error, deadline)
-            call = link.start_pull(self._conn.caller(link), options, _attempt(deadline))
-            with self._cancelling([call]) as calls:
-                return self._finish_pull(0, link, (), options, calls, deadline)
-        self._learn(header)
-        return received, header
 
     @contextmanager
     def _step_or_nothing(self) -> Iterator[int]:
@@ -498,16 +361,6 @@ class Client:
         self._sequence = sequence
         self._conn.clock += 1
 
-    def _header(self, link: Link, ticket: Ticket, sequence: int, examples: int) -> pb.PushHeader:
-        return pb.PushHeader(
-            caller=self._conn.caller(link),
-            sequence=sequence,
-            clock=ticket.clock,
-            step=ticket.step,
-            pulled_version=ticket.versions[link.index or 0],
-            examples=examples,
-        )
-
     def leave(self, reason: str = "done") -> None:
         """Takes no part any more: nobody waits for this worker. It may join again. Idempotent."""
         with self._call():
@@ -523,9 +376,7 @@ class Client:
             self._conn.closing.set()
             patience = until(CLOSE_S)
             while not self._lock.acquire(timeout=0.05):
-                self._conn.end_turns()
-                for call in list(self._running):
-                    call.cancel()
+                self._exchange.cancel()
                 if not left(patience):
                     self._conn.cut()
             try:
@@ -555,10 +406,6 @@ class Client:
         self._ticket = None
         self._conn.start_over(why, leave)
 
-    def _learn(self, answer: CarriesRoster) -> None:
-        if answer.HasField("roster"):
-            self._conn.learn(answer.roster)
-
     # -- small things --------------------------------------------------------------------------
 
     @contextmanager
@@ -577,25 +424,3 @@ class Client:
                 if self._conn.closing.is_set():
                     raise FailedPreconditionError("this client was closed meanwhile") from error
                 raise
-
-    @contextmanager
-    def _cancelling(self, calls: list[_Call]) -> Iterator[list[_Call]]:
-        """Cancels what is still running of `calls` if anything goes wrong."""
-        outer, self._running = self._running, calls
-        try:
-            yield calls
-        except BaseException:
-            for call in calls:
-                call.cancel()
-            raise
-        finally:
-            self._running = outer
-
-
-def _attempt(deadline: float) -> float:
-    return min(ATTEMPT_S, left(deadline))
-
-
-def _call_s(parts: Parts, deadline: float) -> float:
-    nbytes = sum(array.nbytes for _, array in parts)
-    return min(CALL_S + nbytes / SLOWEST_BYTES_PER_S, left(deadline))

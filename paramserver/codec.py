@@ -30,6 +30,11 @@ assert set(_DTYPE_NUMBERS) == set(DTYPES)
 assert set(_DTYPE_NAMES) == set(pb.DType.values()) - {pb.D_TYPE_UNSPECIFIED}
 
 
+def chunk_bytes(max_message_bytes: int) -> int:
+    """Payload of one message where a message has a limit: the ranges need room, too."""
+    return min(CHUNK_BYTES, max(1, max_message_bytes // 2))
+
+
 class Chunk(NamedTuple):
     """The content of one message: `arrays` hold the elements of all `ranges`, back to back.
 

@@ -28,7 +28,7 @@ from paramserver.errors import (
 )
 from paramserver.job import Job
 from paramserver.layout import some
-from paramserver.link import Link
+from paramserver.link import NOTHING, Link
 from paramserver.retry import RETRYABLE, Retry
 from paramserver.v1 import job_pb2
 from paramserver.v1 import parameter_pb2 as pb
@@ -112,7 +112,7 @@ class Connection:
         for link, answer in answers:
             link.index = answer.shard_index
             link.layout = convert.layout_from_proto(answer.layout)
-            link.told = -1
+            link.told = NOTHING
         head = answers[0][1]
         self.session, self._lease_s = head.session, head.lease_s
         self.job = convert.job_from_proto(head.job)
@@ -187,19 +187,24 @@ class Connection:
     # -- the roster ----------------------------------------------------------------------------
 
     def caller(self, link: Link) -> pb.Caller:
-        """Who calls, and what this shard has not heard yet."""
+        """Who calls, and what this shard is not known to have heard yet.
+
+        A roster goes along until one call with it has been answered: another call may overtake the
+        first."""
         with self._roster_lock:
             roster = self._roster
-        caller = pb.Caller(
+        return pb.Caller(
             session=self.session,
             worker=self.worker,
             incarnation=self.incarnation,
             known_roster=roster.number,
+            roster=roster if self._is_news(link, roster) else None,
         )
-        if link.index and link.told < roster.number:
-            caller.roster.CopyFrom(roster)
-            link.told = roster.number
-        return caller
+
+    @staticmethod
+    def _is_news(link: Link, roster: job_pb2.Roster) -> bool:
+        session, number = link.told
+        return bool(link.index) and (session != roster.session or number < roster.number)
 
     def learn(self, roster: job_pb2.Roster) -> None:
         """Keeps the newest roster, and lets the heartbeat thread carry it to shards that wait."""
@@ -238,14 +243,17 @@ class Connection:
             links = self.links
             for link in links:
                 overdue = not link.index and time.monotonic() >= due
-                if not overdue and not (link.index and link.told < self._roster.number):
+                if not overdue and not self._is_news(link, self._roster):
                     continue
+                caller = self.caller(link)
                 try:
-                    answer = link.heartbeat(self.caller(link), self._lease_s / 3)
+                    answer = link.heartbeat(caller, self._lease_s / 3)
+                    if caller.HasField("roster"):
+                        link.told = caller.roster.session, caller.roster.number
                     if answer.HasField("roster"):
                         self.learn(answer.roster)
                 except (ParamServerError, ValueError) as error:  # gRPC's ValueError: closed
-                    link.told = -1
+                    link.told = NOTHING
                     _log.debug("event=heartbeat-failed peer=%r reason=%r", link.peer, str(error))
             if time.monotonic() >= due:
                 due = time.monotonic() + self._lease_s / 3
@@ -254,7 +262,7 @@ class Connection:
         self, retry: Retry | None, link: Link, error: ParamServerError, deadline: float
     ) -> Retry:
         """Waits before another attempt. Raises: `error` when there is none."""
-        link.told = -1
+        link.told = NOTHING
         if retry is None:
             retry = Retry(
                 link.peer,

@@ -145,9 +145,9 @@ def awaited(progress: Progress) -> list[str]:
 def parse(text: str, workers: int) -> Consistency:
     """Reads a command line's "sync", "async" or "ssp:N". Raises: ConfigError with the choices."""
     name, _, slack = text.partition(":")
-    if name == "sync" and not slack:
+    if text == "sync":
         return Sync(workers)
-    if name == "async" and not slack:
+    if text == "async":
         return Async()
     if name == "ssp" and slack.isascii() and slack.isdigit():
         return Ssp(int(slack))

@@ -11,42 +11,37 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import grpc
-import numpy as np
 
-from paramserver import cluster, codec, convert, framing, transport
+from paramserver import cluster, codec, convert, transport
 from paramserver.cluster import Address
+from paramserver.consistency import Sync
+from paramserver.cut_off import CutOffStep
 from paramserver.errors import (
     AlreadyExistsError,
-    ConfigError,
+    DeadlineExceededError,
     FailedPreconditionError,
-    NotFoundError,
     ParamServerError,
     PermissionDeniedError,
     UnavailableError,
 )
-from paramserver.framing import Frame
 from paramserver.job import Job
 from paramserver.layout import (
-    DTYPES,
     Array,
-    Layout,
-    Limits,
-    Range,
     Variable,
-    check_finite,
     model_fingerprint,
-    plan,
 )
 from paramserver.placement import place
 from paramserver.retry import RETRYABLE, Retry
 from paramserver.state import ShardState
 from paramserver.status import call_errors
+from paramserver.survey import Status, check_model, how_far
+from paramserver.transfer import ShardArrays, check_values, load_frames, received
 from paramserver.v1 import control_pb2 as pb
 from paramserver.v1 import job_pb2
 
@@ -55,22 +50,13 @@ _log = logging.getLogger(__name__)
 #: Deadline of a call that carries no arrays, in seconds.
 CALL_S = 10.0
 
+#: Giving up a claim is a courtesy: it ends by itself. Seconds.
+RELEASE_S = 2.0
+
 #: Arrays move at this rate at least, in bytes a second.
 SLOWEST_BYTES_PER_S = 4e6
 
 #: What a shard says of itself, as `survey` and `look` answer it.
-Status = pb.StatusResponse
-
-Load = TypeVar("Load", pb.InitializeRequest, pb.RestoreRequest)
-
-
-@dataclass(frozen=True)
-class ShardArrays:
-    """One shard's state with its arrays by name: (value, slots by name), in the variables'
-    shapes."""
-
-    state: ShardState
-    arrays: Mapping[str, tuple[Array, Mapping[str, Array]]]
 
 
 class ControlClient:
@@ -105,6 +91,11 @@ class ControlClient:
         self._deposed = ""
         self._roster_lock = threading.Lock()
         self._roster = job_pb2.Roster(number=-1)
+
+    @property
+    def peers(self) -> list[str]:
+        """The shards for messages, "ps:1 at 10.0.0.7:1682", in the order of `survey` and `look`."""
+        return [peer.name for peer in self._peers]
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -150,6 +141,7 @@ class ControlClient:
                     self._learn(status.roster)
                 answers.append(status)
             except ParamServerError as error:
+                peer.told = -1
                 answers.append(error)
         return answers
 
@@ -171,17 +163,21 @@ class ControlClient:
         In ascending order of the servers' incarnations, so that of two who try at once one gets
         all. Raises: PermissionDeniedError that names the holder; its `metadata` says for how long
         it holds, so that the caller can tell a living holder from a dead one."""
+        leases = []
         for peer in sorted(self._peers, key=lambda p: p.incarnation):
-            answer = self._claim(peer)
+            with call_errors(peer.name):
+                answer = self._claim(peer, CALL_S).result()
+            peer.incarnation = answer.server_incarnation
             if not answer.granted:
-                self._release()
+                self._claim_all(RELEASE_S, release=True)
                 error = PermissionDeniedError(
                     f"{answer.holder} is chief of this job (its claim ends in "
                     f"{answer.lease_left_s:.1f} s unless it renews it)"
                 )
                 error.metadata = (("lease-left-ms", str(int(answer.lease_left_s * 1000))),)
                 raise error
-            self._lease_s = answer.lease_s
+            leases.append(answer.lease_s)
+        self._lease_s = min(leases)
         if self._renewer is None:
             self._renewer = threading.Thread(
                 target=self._renew_forever, name="chief-lease", daemon=True
@@ -198,32 +194,27 @@ class ControlClient:
         """Seconds that a claim holds."""
         return self._lease_s
 
-    def _claim(self, peer: _Peer, release: bool = False) -> pb.ClaimResponse:
-        with call_errors(peer.name):
-            answer = peer.stub.Claim(
-                pb.ClaimRequest(chief=self._chief(peer), release=release), timeout=CALL_S
-            )
-        peer.incarnation = answer.server_incarnation
-        return answer
+    def _claim(self, peer: _Peer, timeout_s: float, release: bool = False) -> Any:
+        """Begins the call, and returns its future."""
+        request = pb.ClaimRequest(chief=self._chief(peer), release=release)
+        return peer.stub.Claim.future(request, timeout=timeout_s)
 
-    def _release(self) -> None:
-        for peer in self._peers:
+    def _claim_all(self, timeout_s: float, release: bool = False) -> None:
+        """Renews or gives up all claims at once: a server that hangs holds up no other."""
+        calls = [(peer, self._claim(peer, timeout_s, release)) for peer in self._peers]
+        for peer, call in calls:
             try:
-                self._claim(peer, release=True)
+                with call_errors(peer.name):
+                    answer = call.result()
             except ParamServerError as error:
-                _log.debug("event=release-failed peer=%r reason=%r", peer.name, str(error))
+                _log.debug("event=claim-failed peer=%r reason=%r", peer.name, str(error))
+                continue
+            if not answer.granted and not release:
+                self._deposed = f"{answer.holder} has become chief of this job"
 
     def _renew_forever(self) -> None:
-        while not self._closing.wait(self._lease_s / 3):
-            for peer in self._peers:
-                try:
-                    answer = self._claim(peer)
-                except ParamServerError as error:
-                    _log.debug("event=renew-failed peer=%r reason=%r", peer.name, str(error))
-                    continue
-                if not answer.granted:
-                    self._deposed = f"{answer.holder} has become chief of this job"
-                    return
+        while not self._closing.wait(self._lease_s / 3) and not self._deposed:
+            self._claim_all(self._lease_s / 3)
 
     # -- giving a shard its state --------------------------------------------------------------
 
@@ -237,7 +228,7 @@ class ControlClient:
         variables = [
             Variable(name, array.dtype.name, array.shape) for name, array in arrays.items()
         ]
-        _check_values(variables, arrays)
+        check_values(variables, arrays)
         statuses = self.survey()
         self.claim()
         model = model_fingerprint(variables)
@@ -278,7 +269,7 @@ class ControlClient:
             call = peer.stub.Restore if restore else peer.stub.Initialize
             with call_errors(peer.name):
                 answer = call(
-                    _load_frames(cls, self._chief(peer), shard),
+                    load_frames(cls, self._chief(peer), shard, peer.chunk_bytes),
                     timeout=CALL_S + nbytes / SLOWEST_BYTES_PER_S,
                 )
             if answer.session != shard.state.session:
@@ -293,7 +284,8 @@ class ControlClient:
 
         Pushes are held for the pushes in flight plus a round trip, `hold_s` seconds at most. With
         `ahead` the cut is not made before a round (synchronous jobs), or before certain workers'
-        pushes, by (worker, incarnation): until then these go on. Raises: DeadlineExceededError or
+        pushes, by (worker, incarnation): until then these go on. A step that a death cut off, and
+        that a shard could not know of yet, is listed as if it had. Raises: DeadlineExceededError or
         FailedPreconditionError if the cut was not reached in that time (the job goes on)."""
         cut = secrets.randbits(64) or 1
         try:
@@ -308,11 +300,38 @@ class ControlClient:
                 rounds = max(rounds, held.rounds)
                 for key, sequence in convert.sequences_from_proto(held.admitted).items():
                     admit[key] = max(sequence, admit.get(key, 0))
+            # Whoever has a push in the cut at ps:0 must be known to all: it is on its way to them.
+            self._ask_leader()
             self._cut_all(cut, admit, rounds, hold_s)
-            return [self._fetch(peer, cut) for peer in self._peers]
+            shards = [self._fetch(peer, cut) for peer in self._peers]
+            self._ask_leader()
+            return [shards[0], *(self._with_departed(s, shards[0].state) for s in shards[1:])]
         except BaseException:
             self._abandon(cut)
             raise
+
+    def _ask_leader(self) -> None:
+        """Gets ps:0's newest roster."""
+        self._learn(self._status(self._peers[0], CALL_S).roster)
+
+    def _with_departed(self, shard: ShardArrays, head: ShardState) -> ShardArrays:
+        """A shard's cut with the steps of workers that were gone from ps:0's cut already."""
+        with self._roster_lock:
+            roster = convert.roster_from_proto(self._roster)
+        steps = list(shard.state.cut_off)
+        pushed = {(r.worker, r.incarnation): r.sequence for r in shard.state.remembered}
+        present = {member.key for member in head.members}
+        known = {member.key for member in shard.state.members}
+        for gone in roster.departed:
+            here = pushed.get(gone.key, 0)
+            if gone.key in known - present and here != gone.sequence:
+                delta = 1 if here > gone.sequence else -1
+                if isinstance(head.job.consistency, Sync):
+                    # A round that others were in as well is a version either way.
+                    extra = shard.state.version - head.version - sum(step.delta for step in steps)
+                    delta = delta if extra else 0
+                steps.append(CutOffStep(*gone.key, max(here, gone.sequence), delta))
+        return replace(shard, state=replace(shard.state, cut_off=tuple(steps)))
 
     def _cut_all(
         self, cut: int, admit: dict[tuple[str, int], int], rounds: int, hold_s: float
@@ -344,23 +363,7 @@ class ControlClient:
         """Streams what a cut kept into fresh arrays."""
         with call_errors(peer.name):
             stream = peer.stub.Snapshot(pb.SnapshotRequest(chief=self._chief(peer), cut=cut))
-            state: ShardState | None = None
-            layout: Layout = plan(())
-            flat: dict[tuple[int, int], Array] = {}
-            slots: tuple[str, ...] = ()
-            for data in stream:
-                frame = framing.decode(pb.SnapshotResponse, data)
-                if state is None:
-                    state = convert.state_from_proto(frame.message.state)
-                    layout = convert.layout_from_proto(frame.message.layout)
-                    slots = state.job.optimizer.slots
-                    flat = _empty(layout, len(slots))
-                for piece, values in codec.pieces(frame, layout, len(slots)):
-                    out = flat[piece.group, piece.slot]
-                    out[piece.offset : piece.offset + piece.count] = values
-                if frame.message.last:
-                    return ShardArrays(state, _by_name(layout, flat, slots))
-        raise UnavailableError(f"{peer.name} ended its snapshot early")
+            return received(stream, peer.name)
 
     def _abandon(self, cut: int) -> None:
         for peer in self._peers:
@@ -399,7 +402,7 @@ class ControlClient:
                         timeout=CALL_S,
                     )
                 waiting.update(answer.waiting_for)
-            except UnavailableError as error:
+            except (UnavailableError, DeadlineExceededError) as error:
                 _log.debug("event=shutdown-failed peer=%r reason=%r", peer.name, str(error))
         return sorted(waiting)
 
@@ -409,8 +412,8 @@ class ControlClient:
             return
         self._closing.set()
         if self._renewer:
-            self._renewer.join(CALL_S)
-            self._release()
+            self._renewer.join(RELEASE_S)
+            self._claim_all(RELEASE_S, release=True)
         for peer in self._peers:
             peer.channel.close()
 
@@ -471,6 +474,7 @@ class _Peer:
             address.target, keepalive_s=keepalive_s, max_message_bytes=max_message_bytes
         )
         self.stub = transport.ControlStub(self.channel)
+        self.chunk_bytes = codec.chunk_bytes(max_message_bytes)
         self.index: int | None = None
         self.incarnation = 0
         self.told = -1
@@ -479,101 +483,3 @@ class _Peer:
     def name(self) -> str:
         """For messages: "ps:1 at 10.0.0.7:1682"."""
         return f"{'ps' if self.index is None else f'ps:{self.index}'} at {self.address}"
-
-
-def how_far(statuses: Sequence[Status]) -> str:
-    """What the shards hold together: "empty", "whole" (one session), "begun" (an initialiser died
-    before it came to ps:0, so nothing has ever been trained), or "broken"."""
-    held = [status for status in statuses if status.initialized]
-    if not held:
-        return "empty"
-    sessions = {status.session for status in held}
-    if len(held) == len(statuses) and len(sessions) == 1:
-        return "whole"
-    untouched = all(not status.version for status in held)
-    return "begun" if untouched and all(status.shard_index for status in held) else "broken"
-
-
-def check_set(statuses: Sequence[Status]) -> None:
-    """Refuses a set of servers that is not a job's set of shards. Raises: ConfigError naming what
-    is missing or too much."""
-    held = [status for status in statuses if status.initialized]
-    for count in {status.shard_count for status in held} - {len(statuses)}:
-        here = ", ".join(f"ps:{i}" for i in sorted(status.shard_index for status in held))
-        raise ConfigError(
-            f"--ps names {len(statuses)} servers, but a job of {count} shards is there ({here}); "
-            "name all of its servers, or end them first"
-        )
-    if len({status.shard_index for status in held}) != len(held):
-        raise ConfigError("--ps names servers of two jobs; end those of one first")
-
-
-def check_model(statuses: Sequence[Status], variables: Sequence[Variable]) -> None:
-    """Refuses another model than the one that is there. Raises: AlreadyExistsError naming the
-    difference."""
-    held = {
-        v.name: v for status in statuses for v in convert.layout_from_proto(status.layout).variables
-    }
-    given = {v.name: v for v in variables}
-    for name in sorted(held.keys() | given.keys()):
-        ours, theirs = held.get(name), given.get(name)
-        if ours is None or theirs is None:
-            where = "only in the job" if theirs is None else "only in the new model"
-            raise AlreadyExistsError(f"another model is here already: {name!r} is {where}")
-        if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-            raise AlreadyExistsError(
-                f"another model is here already: {name!r} is {ours.dtype} {ours.shape}, "
-                f"not {theirs.dtype} {theirs.shape}"
-            )
-
-
-def _check_values(variables: Sequence[Variable], arrays: Mapping[str, Array]) -> None:
-    """Refuses before the first shard is called what some shard would refuse, so that none is given
-    half a model. Raises: InvalidArgumentError that names the variable."""
-    layout = plan(variables, Limits(len(variables), total_bytes=1 << 62))
-    for v in layout.variables:
-        whole = Range(v.group, v.offset, v.size)
-        check_finite(layout, whole, arrays[v.name].reshape(-1), "variable")
-
-
-def _load_frames(cls: type[Load], chief: pb.Chief, shard: ShardArrays) -> Iterator[Frame[Load]]:
-    """The messages that give a shard its state. Arrays are referred to, and copied once on
-    encoding."""
-    layout = plan(shard.state.variables)
-    slots: tuple[str, ...] = shard.state.job.optimizer.slots
-    parts: list[tuple[Range, Array]] = []
-    for slot, name in enumerate(("", *slots)):
-        for variable in sorted(layout.variables, key=lambda v: (v.group, v.offset)):
-            value, own = shard.arrays[variable.name]
-            array = value if not slot else own.get(name)
-            if array is None:
-                continue
-            if array.shape != variable.shape or array.dtype != DTYPES[variable.dtype]:
-                raise NotFoundError(f"{variable.name!r} is not as its state says")
-            piece = Range(variable.group, variable.offset, variable.size, slot)
-            parts.append((piece, array.reshape(-1)))
-    message = cls(chief=chief, state=convert.state_to_proto(shard.state))
-    for chunk in codec.chunks(parts):
-        yield codec.framed(message, chunk)
-        message = cls()
-
-
-def _empty(layout: Layout, slots: int) -> dict[tuple[int, int], Array]:
-    return {
-        (g, s): np.empty(group.size, DTYPES[group.dtype])
-        for g, group in enumerate(layout.groups)
-        for s in range(1 + slots)
-    }
-
-
-def _by_name(
-    layout: Layout, flat: Mapping[tuple[int, int], Array], slots: Sequence[str]
-) -> dict[str, tuple[Array, Mapping[str, Array]]]:
-    found: dict[str, tuple[Array, Mapping[str, Array]]] = {}
-    for v in layout.variables:
-        own = slice(v.offset, v.offset + v.size)
-        found[v.name] = (
-            flat[v.group, 0][own].reshape(v.shape),
-            {name: flat[v.group, k][own].reshape(v.shape) for k, name in enumerate(slots, start=1)},
-        )
-    return found

@@ -38,8 +38,6 @@ class ControlService:
     def Claim(self, request: pb.ClaimRequest, context: grpc.ServicerContext) -> pb.ClaimResponse:
         """See the contract."""
         with rpc_errors(context, self._on_defect):
-            if not request.chief.incarnation:
-                raise InvalidArgumentError("a chief needs an incarnation; choose a random id")
             self._adopt(request.chief)
             granted, holder, left = self._host.claim(
                 request.chief.holder[:200], request.chief.incarnation, request.release
@@ -176,6 +174,10 @@ class ControlService:
         self._host.check_chief(chief.holder[:200], chief.incarnation)
 
     def _adopt(self, chief: pb.Chief) -> None:
+        if not chief.holder or not chief.incarnation:
+            raise InvalidArgumentError(
+                "a chief needs a name that people know it by, and an incarnation, a random id"
+            )
         if chief.HasField("roster"):
             self._host.adopt(convert.roster_from_proto(chief.roster))
 

@@ -57,8 +57,11 @@ class CutOffSteps:
     def closed_round(self, members: Iterable[Key]) -> None:
         """A round was closed here with the gradients of `members`, perhaps none."""
         self._last_round = set(members)
-        if self._missed and not self._last_round:
-            self.steps[self.steps.index(self._missed)] = replace(self._missed, delta=-1)
+        if self._missed:
+            if not self._last_round:
+                self.steps[self.steps.index(self._missed)] = replace(self._missed, delta=-1)
+            # It is in the round at ps:0, whatever becomes of the others.
+            self._last_round.add((self._missed.worker, self._missed.incarnation))
         self._missed = None
 
     def _note(self, step: CutOffStep) -> None:

@@ -28,7 +28,7 @@ from paramserver.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from paramserver.layout import Limits
+from paramserver.layout import Limits, compare_models
 from paramserver.membership import ChiefLease, Departure, Roster
 from paramserver.push import PushHeader, PushResult
 from paramserver.shard import Shard, Snapshot, View
@@ -75,7 +75,8 @@ class Host:
         self.started = clock()
         #: Set once the job is over and everybody knows (see Shutdown in the contract).
         self.finished = threading.Event()
-        #: Set when a client asked the server to end at once.
+        #: Set when the server is to end at once: a client asked for it, a defect, or it has been
+        #: stopped.
         self.shutdown_now = threading.Event()
         self._clock = clock
         self._lock = threading.Lock()
@@ -159,6 +160,7 @@ class Host:
             self._adopt(shard, roster)
             was_member = shard.roster.has(member)
             shard.leave(member, reason, self._clock())
+            self._end_streams_of_the_gone(shard)
             self._check_finished()
             self._changed.notify_all()
         if was_member:
@@ -216,6 +218,8 @@ class Host:
                 # Staged. If it was the last of its round, close it here rather than in a pull.
                 while self._apply_one(shard):
                     pass
+                # Or it was applied while it came: others may have waited for that.
+                self._changed.notify_all()
                 return result
 
             return self._await_turn(shard, push)
@@ -429,7 +433,10 @@ class Host:
         """First half of a cut; see `Shard.hold`."""
         with self._changed:
             now = self._clock()
-            return self._need().hold(cut, now, now + deadline_s)
+            admitted = self._need().hold(cut, now, now + deadline_s)
+            # The ticker is to wake in time to end it.
+            self._changed.notify_all()
+            return admitted
 
     def cut(self, cut: int, admit: dict[Key, int], rounds: int, patience_s: float) -> Snapshot:
         """Second half: waits until the shard has come to the cut, and keeps it for `snapshot`."""
@@ -562,20 +569,10 @@ class Host:
 
 def _check_same_model(shard: Shard, state: ShardState) -> None:
     """Raises: AlreadyExistsError that names what differs between two models."""
-    held = {v.name: v for v in shard.layout.variables}
-    given = {v.name: v for v in state.variables}
     if (state.index, state.count) != (shard.state.index, shard.state.count):
         raise AlreadyExistsError(
             f"this is ps:{shard.state.index} of {shard.state.count} already, "
             f"not ps:{state.index} of {state.count}"
         )
-    for name in sorted(held.keys() | given.keys()):
-        ours, theirs = held.get(name), given.get(name)
-        if ours is None or theirs is None:
-            where = "only in the job" if theirs is None else "only in the new model"
-            raise AlreadyExistsError(f"another model is here already: {name!r} is {where}")
-        if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-            raise AlreadyExistsError(
-                f"another model is here already: {name!r} is {ours.dtype} {ours.shape}, "
-                f"not {theirs.dtype} {theirs.shape}"
-            )
+    if difference := compare_models(shard.layout.variables, state.variables):
+        raise AlreadyExistsError(f"another model is here already: {difference}")

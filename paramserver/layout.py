@@ -213,6 +213,21 @@ def model_fingerprint(variables: Iterable[Variable]) -> bytes:
     return digest.digest()
 
 
+def compare_models(
+    there: Iterable[Variable], here: Iterable[Variable], where: str = "in the job"
+) -> str:
+    """How the model that is there (`where`) differs from another; empty if it does not."""
+    theirs = {v.name: (v.dtype, v.shape) for v in there}
+    ours = {v.name: (v.dtype, v.shape) for v in here}
+    for name in sorted(theirs.keys() | ours.keys()):
+        one, other = theirs.get(name), ours.get(name)
+        if one is None or other is None:
+            return f"{name!r} is only {where if one else 'in the new model'}"
+        if one != other:
+            return f"{name!r} is {one[0]} {one[1]} {where}, not {other[0]} {other[1]}"
+    return ""
+
+
 def _fingerprint(variables: Iterable[Variable]) -> bytes:
     digest = hashlib.sha256()
     for v in variables:

@@ -26,10 +26,14 @@ from paramserver.v1 import parameter_pb2 as pb
 
 EMPTY = plan(())
 
+#: What a shard has been told that has been told nothing.
+NOTHING = (0, -1)
+
 #: A call that is under way. gRPC has no public names for these.
 PushCall = Any
 PullCall = Any
 
+Request = TypeVar("Request", pb.PushRequest, pb.PushPullRequest)
 Answer = TypeVar("Answer", pb.PullResponse, pb.PushPullResponse)
 
 #: What a client does with a Waiting message.
@@ -45,14 +49,15 @@ class Link:
             address.target, keepalive_s=keepalive_s, max_message_bytes=max_message_bytes
         )
         self._stub = transport.ParameterStub(self._channel)
+        self._chunk_bytes = codec.chunk_bytes(max_message_bytes)
         self._turns: _Turns | None = None
         #: Which shard it leads to, and what that holds; set by the client once it has asked.
         self.index: int | None = None
         self.layout = EMPTY
         #: Memory for what is pulled, used again when its user has let go of it.
         self.pool = Pool()
-        #: Number of the newest roster that the shard has had from us.
-        self.told = -1
+        #: The newest roster that the shard is known to have had from us: (session, number).
+        self.told = NOTHING
 
     @property
     def peer(self) -> str:
@@ -71,6 +76,8 @@ class Link:
             if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.CANCELLED:
                 raise UnavailableError(f"{self.peer} ended the call") from error
             raise_for(error, self.peer)
+        except grpc.FutureCancelledError as error:
+            raise UnavailableError(f"the call to {self.peer} was cancelled") from error
 
     # -- membership ----------------------------------------------------------------------------
 
@@ -98,7 +105,17 @@ class Link:
     ) -> PushCall:
         """Begins a push; `finish_push` reads what became of it. `parts` are read while it runs."""
         first = pb.PushRequest(header=header)
-        return self._stub.Push.future(_frames(first, parts), timeout=timeout_s)
+        return self._stub.Push.future(self._frames(first, parts), timeout=timeout_s)
+
+    def _frames(
+        self, first: Request, parts: Iterable[tuple[Range, Array]]
+    ) -> Iterator[Frame[Request]]:
+        """The messages of one push. The arrays are referred to, and copied once, by
+        `framing.encode`."""
+        message = first
+        for chunk in codec.chunks(parts, self._chunk_bytes):
+            yield codec.framed(message, chunk)
+            message = type(first)()
 
     def finish_push(self, call: PushCall) -> pb.PushResponse:
         """Waits for a push's result."""
@@ -159,7 +176,7 @@ class Link:
         turns = self._turns or _Turns(self._stub)
         self._turns = turns
         first = pb.PushPullRequest(header=header, options=options)
-        for frame in _frames(first, parts):
+        for frame in self._frames(first, parts):
             turns.requests.put(frame)
 
     def turn_result(self) -> pb.PushPullResponse:
@@ -217,15 +234,3 @@ class _Turns:
     def close(self) -> None:
         self.answers.cancel()
         self.requests.put(None)
-
-
-Request = TypeVar("Request", pb.PushRequest, pb.PushPullRequest)
-
-
-def _frames(first: Request, parts: Iterable[tuple[Range, Array]]) -> Iterator[Frame[Request]]:
-    """The messages of one push. The arrays are referred to, and copied once, by
-    `framing.encode`."""
-    message = first
-    for chunk in codec.chunks(parts):
-        yield codec.framed(message, chunk)
-        message = type(first)()

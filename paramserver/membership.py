@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from paramserver.consistency import Gate
 from paramserver.errors import AlreadyExistsError, InvalidArgumentError, LeaseLostError
 
-#: Departures a roster remembers. A client that missed more of them learns of the rest by absence.
-KEPT_DEPARTURES = 16
+#: Departures a roster remembers. A shard that missed more learns of the rest by their absence, and
+#: cannot list what they had cut off.
+KEPT_DEPARTURES = 256
 
 _WORKER = re.compile(r"([a-z][a-z0-9_\-]{0,31}):(\d{1,6})")
 
@@ -168,7 +169,9 @@ class Opening:
             return Gate(True)
         missing = self._expected - self._seen
         enough = not missing if self._expected else len(self._seen) >= self._count
-        if not enough and living >= self._minimum:
+        if living < self._minimum:
+            self._until = None
+        elif not enough:
             self._until = now + self._lease_s if self._until is None else self._until
             enough = now >= self._until
         if enough and living:

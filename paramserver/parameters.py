@@ -1,8 +1,9 @@
 """The arrays of a shard, version by version: where an update reads, where it writes, what is
 current.
 
-One update exists at a time. It is opened on spare arrays, written outside every lock, and published
-by swapping references; or dropped, and nothing has changed. Not thread-safe: guarded by the owner.
+One update exists at a time. It is started on spare arrays, written outside every lock, and
+published by swapping references; or dropped, and nothing has changed. Not thread-safe: guarded by
+the owner.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Parameters:
         """The variables, each with the updates that its slots have seen by now."""
         return tuple(v.with_updates(self._updates[v.group]) for v in self.layout.variables)
 
-    def open(self, groups: Sequence[int], rule: Optimizer) -> Update | None:
+    def start(self, groups: Sequence[int], rule: Optimizer) -> Update | None:
         """Begins the next version of `groups`; None while another is in the making, or while so
         many versions are being read that there is no spare array left."""
         flats = self._buffers.flat

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -77,20 +78,27 @@ class Params(Mapping[str, Array]):
 
     def __init__(
         self,
-        received: Sequence[Received],
-        names: Sequence[str],
+        received: Sequence[Received | None],
+        asked: tuple[str, ...],
+        session: int,
         version: int,
         versions: tuple[int, ...],
         complete: bool,
         ticket: Ticket | None,
     ) -> None:
+        self.received = received
+        self.asked = asked
+        self.session = session
         self.version = version
         self.versions = versions
         self.complete = complete
         self.ticket = ticket
-        self._received = received
-        self._names = names
         self._views: dict[str, Array] = {}
+
+    @cached_property
+    def _names(self) -> list[str]:
+        everything = (v.name for r in self.received if r for v in r.layout.variables)
+        return sorted(self.asked or everything)
 
     @property
     def clock(self) -> int:
@@ -102,8 +110,8 @@ class Params(Mapping[str, Array]):
         view = self._views.get(name)
         if view is not None:
             return view
-        for received in self._received:
-            if name in received.layout:
+        for received in self.received:
+            if received and name in received.layout:
                 array = received.array(name)
                 if array is not None:
                     self._views[name] = array

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
@@ -43,9 +42,9 @@ class Server:
         *,
         keepalive_s: float = transport.KEEPALIVE_S,
         max_message_bytes: int = transport.MAX_MESSAGE_BYTES,
-        chunk_bytes: int = codec.CHUNK_BYTES,
     ) -> None:
         settings = settings or HostSettings()
+        chunk_bytes = codec.chunk_bytes(max_message_bytes)
         listening = Address.listening(host, port)
         # A waiting pull and a stream hold a thread each; the rest is for everybody else.
         threads = 2 * settings.max_workers + RESERVE_THREADS
@@ -62,7 +61,6 @@ class Server:
         self.host = Host(settings, secrets.randbits(64) or 1)
         #: The exception of the first defect of ours that a call ran into, if any.
         self.defect: BaseException | None = None
-        self._stopped = threading.Event()
         self._server.add_generic_rpc_handlers(
             (
                 transport.parameter_handlers(
@@ -81,7 +79,7 @@ class Server:
     def join(self, timeout: float | None = None) -> bool:
         """Blocks until the server is stopped or a client shut it down; False after `timeout`
         seconds."""
-        return self._stopped.wait(timeout)
+        return self.host.shutdown_now.wait(timeout)
 
     def stop(self, reason: str = "the parameter server is shutting down") -> None:
         """Answers waiting calls with UNAVAILABLE, lets the others end, and frees the port.
@@ -91,7 +89,7 @@ class Server:
         self.host.close(reason)
         self._server.stop(GRACE_S).wait()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._stopped.set()
+        self.host.shutdown_now.set()
 
     def _on_defect(self, error: BaseException) -> None:
         if self.defect is None:

@@ -14,10 +14,11 @@ import grpc
 
 from paramserver import codec, convert, framing
 from paramserver.consistency import Gate
-from paramserver.errors import InvalidArgumentError
+from paramserver.errors import InvalidArgumentError, ParamServerError
 from paramserver.host import Host
 from paramserver.layout import Array, Range
 from paramserver.push import PushResult
+from paramserver.read_ahead import read_ahead
 from paramserver.shard import View
 from paramserver.status import rpc_errors
 from paramserver.v1 import job_pb2
@@ -25,6 +26,9 @@ from paramserver.v1 import parameter_pb2 as pb
 
 #: How often a waiting pull says what it waits for, in seconds.
 WAITING_EVERY_S = 3.0
+
+#: Messages of a large push that are received while an earlier one is applied.
+READ_AHEAD = 2
 
 Request = TypeVar("Request", pb.PushRequest, pb.PushPullRequest)
 Response = TypeVar("Response", pb.PullResponse, pb.PushPullResponse)
@@ -73,7 +77,8 @@ class ParameterService:
                 pass
             return outcome
         try:
-            for frame in _rest(cls, first, requests):
+            frames = _rest(cls, first, requests)
+            for frame in frames if first.message.last else read_ahead(frames, READ_AHEAD):
                 for piece, values in codec.pieces(frame, outcome.layout):
                     outcome.feed(piece, values)
             return self._host.finish_push(outcome)
@@ -174,7 +179,7 @@ class ParameterService:
             data = next(requests, None)
             if data is None:
                 return
-            first = framing.decode(pb.PushPullRequest, data)
+            first = _opening(pb.PushPullRequest, data)
             caller = first.message.header.caller
             context.add_callback(self._host.wake)
             member = caller.worker, caller.incarnation
@@ -193,7 +198,12 @@ class ParameterService:
             known = caller.known_roster
             head = pb.PushPullResponse(result=convert.push_result_to_proto(result))
             # If the pull need not wait, one message carries both halves' answers.
-            view = self._look(caller, options, context, 0.0)
+            try:
+                view = self._look(caller, options, context, 0.0)
+            except ParamServerError:
+                # The push is in, and its sender is to know, whatever became of the pull.
+                yield framing.Frame(head)
+                raise
             if not isinstance(view, View):
                 news = self._host.news(known)
                 if news:
@@ -209,7 +219,7 @@ class ParameterService:
             data = next(requests, None)
             if data is None:
                 return
-            first = framing.decode(pb.PushPullRequest, data)
+            first = _opening(pb.PushPullRequest, data)
 
     # -- membership ----------------------------------------------------------------------------
 
@@ -268,6 +278,11 @@ def _first(cls: type[Request], requests: Iterator[bytes]) -> framing.Frame[Reque
     data = next(requests, None)
     if data is None:
         raise InvalidArgumentError(f"{cls.DESCRIPTOR.name}: the stream ended before its header")
+    return _opening(cls, data)
+
+
+def _opening(cls: type[Request], data: bytes) -> framing.Frame[Request]:
+    """The first message of a push."""
     frame = framing.decode(cls, data)
     if not frame.message.HasField("header"):
         raise InvalidArgumentError(f"{cls.DESCRIPTOR.name}: the first message has no header")

@@ -29,6 +29,7 @@ from paramserver.errors import (
     InvalidArgumentError,
     LeaseLostError,
     SessionSupersededError,
+    UnavailableError,
 )
 from paramserver.grants import Grants
 from paramserver.layout import Array, Layout
@@ -264,6 +265,9 @@ class Shard:
                 self._enter(member)
         if roster.open:
             self._start = OPEN
+        if roster.last_step != self.roster.last_step:
+            self.job = replace(self.job, last_step=roster.last_step)
+            self._told.clear()
         self.roster = roster
         return True
 
@@ -328,6 +332,8 @@ class Shard:
             decided = here
         if here > decided and staged and staged.header.member == member:
             del self._staged[member[0]]
+            # An update that is being made with it is not published, but made again without it.
+            staged.cancelled = f"{member[0]} is no member of this job any more"
         elif self.sync:
             self.cut_off.departed_from_round(member, here, decided)
         else:
@@ -395,7 +401,7 @@ class Shard:
             self._cancel(earlier, "sent again")
         direct = None
         if not self.sync and not self._ready and member not in self._slow:
-            direct = self._params.open(range(len(self.layout.groups)), self._rule(header))
+            direct = self._params.start(range(len(self.layout.groups)), self._rule(header))
         push = Push(header, self.layout, direct)
         self._in_flight[member] = push
         return push
@@ -455,11 +461,11 @@ class Shard:
 
     def _cancel(self, push: Push, why: str) -> None:
         """The same, while another thread may be feeding it."""
-        push.cancelled = push.cancelled or why
         if push.update:
             self._params.drop(push.update, still_written=True)
         if self._in_flight.get(push.header.member) is push:
             del self._in_flight[push.header.member]
+            push.cancelled = why
             self.counts["aborted"] += 1
 
     def streaming(self) -> Push | None:
@@ -478,7 +484,8 @@ class Shard:
         here.
 
         Returns its result, or None: it is in once an update with it has been committed
-        (`result_of`). Raises: AbortedError if it was cancelled meanwhile."""
+        (`result_of`). Raises: UnavailableError if it was cancelled meanwhile; sent again, it is
+        answered as it deserves. SessionSupersededError if a restore came in between."""
         self._check_in_flight(push)
         if push.update:
             self._params.publish(push.update)
@@ -492,18 +499,15 @@ class Shard:
         return self._remember(push, self.version + 1, self.global_step + self.leads)
 
     def result_of(self, push: Push) -> PushResult | None:
-        """The result of a submitted push; None: not applied yet. Raises: AbortedError."""
-        known = self._remembered.get(push.header.member)
-        if known and known.sequence == push.header.sequence:
-            return self._results[push.header.member]
-        self._check_in_flight(push)
-        return None
+        """The result of a submitted push; None: not applied yet. Raises: as `submit`."""
+        if push.result is None:
+            self._check_in_flight(push)
+        return push.result
 
     def _check_in_flight(self, push: Push) -> None:
-        if self.superseded:
-            self.check_session(0)
+        self.check_session(push.header.session)
         if push.cancelled:
-            raise AbortedError(f"push {push.header.sequence}: {push.cancelled}")
+            raise UnavailableError(f"push {push.header.sequence}: {push.cancelled}")
 
     def _remember(self, push: Push, version: int, global_step: int) -> PushResult:
         header = push.header
@@ -513,7 +517,7 @@ class Shard:
         )
         staleness = max(0, version - 1 - header.pulled_version)
         result = PushResult(True, "applied", version, staleness, global_step)
-        self._results[header.member] = result
+        self._results[header.member] = push.result = result
         self.counts["applied"] += 1
         return result
 
@@ -528,7 +532,7 @@ class Shard:
         if not pushes:
             return None
         groups = sorted({g for push in pushes for g in push.groups})
-        update = self._params.open(groups, self._rule(pushes[0].header))
+        update = self._params.start(groups, self._rule(pushes[0].header))
         if update:
             update.pushes = pushes
         return update
@@ -537,7 +541,7 @@ class Shard:
         """Publishes what `Update.run` made: one swap of references, one version more.
 
         Called once for every update taken, also if `run` failed: then nothing changes."""
-        if not update.done or self.superseded or (not self.sync and update.pushes[0].cancelled):
+        if not update.done or self.superseded or any(p.cancelled for p in update.pushes):
             self._params.drop(update)
             if not self.sync:
                 self._cancel(update.pushes[0], "it could not be applied")
@@ -569,11 +573,17 @@ class Shard:
         while self._start.open and not awaited(self._progress()) and self._may_close():
             if self._staged:
                 return [self._staged[w] for w in sorted(self._staged, key=worker_order)]
-            ahead = any(clock > self.rounds for clock in self._clocks.values())
-            if not ahead and not self._round_begun:
+            if not self._is_over():
                 break
             self._close_round(())
         return []
+
+    def _is_over(self) -> bool:
+        """Whether the open round, to which nobody can bring anything any more, had begun at all:
+        here, or elsewhere, where it is closed."""
+        agreed = (self._hold and self._hold.rounds) or 0
+        furthest = max(agreed, self.roster.rounds, *self._clocks.values())
+        return self._round_begun or self.rounds < furthest
 
     def _may_close(self) -> bool:
         return self._hold is None or self._hold.closes(self.rounds)
@@ -692,14 +702,13 @@ class Shard:
         assert self._hold is not None
         pause = now - self._hold.since
         self._hold = None
+        # A staged gradient is not in the cut, so the cut must not remember it as applied. Nor need
+        # it remember its worker's push before: that was answered, or this one had not been sent.
         staged = {p.header.member for p in self._staged.values()}
-        # A staged gradient is not in the cut, so the cut must not remember it as applied.
-        remembered = tuple(
-            replace(r, sequence=r.sequence - 1, clock=r.clock - 1) if key in staged else r
-            for key, r in self._remembered.items()
-        )
+        remembered = tuple(r for key, r in self._remembered.items() if key not in staged)
         members = tuple(
-            replace(self._members[worker], clock=clock) for worker, clock in self._clocks.items()
+            replace(m, clock=self._clocks[m.worker] - (m.key in staged))
+            for m in self._members.values()
         )
         state = replace(
             self.state,

@@ -7,7 +7,7 @@ checked. No gRPC, no locks, no files here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -93,9 +93,12 @@ class Loading:
     def finish(self) -> tuple[Layout, Sequence[Sequence[Array]]]:
         """The layout and the arrays, owned by the caller from here on.
 
-        A group without any slot piece starts with fresh slots and an update count of 0.
-        Raises: InvalidArgumentError for a state with holes."""
-        self._coverage.check_complete(
-            [len(self._slots) if g in self._with_slots else 0 for g in range(len(self._arrays))]
+        A group without any slot piece starts with fresh slots, and with an update count of 0 if it
+        has some. Raises: InvalidArgumentError for a state with holes."""
+        slots = [len(self._slots) if g in self._with_slots else 0 for g in range(len(self._arrays))]
+        self._coverage.check_complete(slots)
+        groups = tuple(
+            replace(group, updates=0) if self._slots and not given else group
+            for group, given in zip(self.layout.groups, slots, strict=True)
         )
-        return self.layout, self._arrays
+        return replace(self.layout, groups=groups), self._arrays

@@ -113,6 +113,8 @@ def call_errors(peer: str) -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise_for(error, peer)
+    except grpc.FutureCancelledError as error:
+        raise UnavailableError(f"the call to {peer} was cancelled") from error
 
 
 def translated(error: grpc.RpcError, peer: str) -> ParamServerError:

@@ -13,10 +13,13 @@ from typing import Any
 
 import grpc
 from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from paramserver import framing
+from paramserver.errors import InvalidArgumentError
 from paramserver.framing import Frame
+from paramserver.status import rpc_errors
 from paramserver.v1 import control_pb2 as control
 from paramserver.v1 import parameter_pb2 as parameter
 
@@ -177,12 +180,29 @@ def _handlers(servicer: object, service: ServiceDescriptor) -> grpc.GenericRpcHa
     handlers = {}
     for method in service.methods:
         handler = getattr(grpc, f"{_shape(method)}_rpc_method_handler")
+        behave = getattr(servicer, method.name)
         handlers[method.name] = handler(
-            getattr(servicer, method.name),
-            request_deserializer=_deserializer(method.input_type),
+            behave if _framed(method.input_type) else _decoding(behave, method.input_type),
             response_serializer=_serializer(method.output_type),
         )
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+def _decoding(behave: Callable[..., Any], message: Descriptor) -> Callable[..., Any]:
+    """Hands a decoded request on. gRPC's own deserializer could only fail as INTERNAL."""
+    from_bytes = GetMessageClass(message).FromString
+
+    def decode_and_behave(data: bytes, context: grpc.ServicerContext) -> Any:
+        with rpc_errors(context):
+            try:
+                request = from_bytes(data)
+            except DecodeError:
+                raise InvalidArgumentError(
+                    f"{len(data)} bytes are no valid {message.name} message"
+                ) from None
+        return behave(request, context)
+
+    return decode_and_behave
 
 
 def _shape(method: MethodDescriptor) -> str:

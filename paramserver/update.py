@@ -21,7 +21,7 @@ from paramserver.buffers import Buffer
 from paramserver.errors import UnavailableError
 from paramserver.layout import Array, Coverage, Layout, Range, check_finite
 from paramserver.optimizers import Optimizer
-from paramserver.push import PushHeader
+from paramserver.push import PushHeader, PushResult
 
 
 class Push:
@@ -37,6 +37,8 @@ class Push:
         self.update = update
         #: Why it must not be committed any more; set by the shard under its lock.
         self.cancelled = ""
+        #: What became of it, once that is known; set by the shard under its lock.
+        self.result: PushResult | None = None
         #: Bytes kept.
         self.nbytes = 0
         #: Elements fed so far, for whoever waits to see whether it moves.

@@ -42,7 +42,7 @@ class Session:
 
 
 def context(session: Session, version: int = 0) -> RunContext:
-    params = Params([], [], version, (version,), False, None)
+    params = Params([], (), 1, version, (version,), False, None)
     return RunContext(cast(Any, session), params, Batch(np.zeros((1, 1)), np.zeros(1)))
 
 

@@ -53,13 +53,15 @@ LAYERS = (
     Layer(
         "wire",
         "paramserver.allocation paramserver.framing paramserver.codec paramserver.convert paramserver.params "
-        "paramserver.transport paramserver.status paramserver.retry",
+        "paramserver.transfer paramserver.transport paramserver.status paramserver.retry "
+        "paramserver.read_ahead",
         below="core contract",
         outside="numpy grpc google",
     ),
     Layer(
         "client",
-        "paramserver.link paramserver.connection paramserver.client paramserver.control_client",
+        "paramserver.link paramserver.connection paramserver.exchange paramserver.client "
+        "paramserver.survey paramserver.control_client",
         below="core contract wire",
         outside="numpy grpc google",
     ),
@@ -70,7 +72,12 @@ LAYERS = (
         outside="numpy grpc google",
     ),
     Layer("face", "paramserver", below="core wire client server"),
-    Layer("ps command", "paramserver.__main__", below="core wire server face"),
+    Layer(
+        "ps command",
+        "paramserver.__main__ paramserver.bench",
+        below="core wire client server face",
+        outside="numpy",
+    ),
     Layer("models", "worker worker.models* worker.data", below="core", outside="numpy"),
     Layer(
         "chief",

@@ -15,7 +15,7 @@ from conftest import wait_for
 import paramserver as ps
 from paramserver import client as client_module
 from paramserver.consistency import Consistency
-from paramserver.control_client import ControlClient, ShardArrays
+from paramserver.control_client import ControlClient
 from paramserver.errors import (
     AbortedError,
     FailedPreconditionError,
@@ -25,6 +25,7 @@ from paramserver.errors import (
 from paramserver.host import HostSettings
 from paramserver.layout import Array
 from paramserver.params import Params
+from paramserver.transfer import ShardArrays
 from worker import session as session_module
 from worker.data import Batch, Batches, DataSpec, load_data
 from worker.hooks import Hook, NanHook, NanLossError, RunContext, RunValues, StopAtStepHook

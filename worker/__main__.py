@@ -26,6 +26,7 @@ from chief.flags import Settings, add_job_flags, differences, settings_from
 from chief.starter import Stopped
 from chief.supervisor import Supervisor
 from paramserver import cluster
+from paramserver.allocation import keep_large_blocks
 from paramserver.client import Client
 from paramserver.cluster import Resolved
 from paramserver.control_client import ControlClient
@@ -74,6 +75,12 @@ def parser() -> argparse.ArgumentParser:
         default=100,
         metavar="N",
         help="log the loss every N steps (default %(default)d)",
+    )
+    add(
+        "--no-overlap",
+        dest="overlap",
+        action="store_false",
+        help="prepare each batch only once the parameters are there",
     )
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     add_job_flags(p)
@@ -213,7 +220,7 @@ def work(args: argparse.Namespace, ending: Ending) -> int:
             for line in differences(args, job, resolved.num_workers):
                 _log.warning("%s", line)
         try:
-            summary = _train(resolved, _as_told(settings, job), client, args.log_steps, ending)
+            summary = _train(resolved, _as_told(settings, job), client, args, ending)
         except ParamServerError:
             if chief:
                 chief.check()
@@ -262,7 +269,11 @@ def _as_told(settings: Settings, job: Job) -> Settings:
 
 
 def _train(
-    resolved: Resolved, settings: Settings, client: Client, log_steps: int, ending: Ending
+    resolved: Resolved,
+    settings: Settings,
+    client: Client,
+    args: argparse.Namespace,
+    ending: Ending,
 ) -> Summary | None:
     """The worker's part; None if there is no data for it."""
     dataset, model = _load(settings.data, settings.model, settings.seed)
@@ -280,7 +291,12 @@ def _train(
         )
         return None
     session = TrainingSession(
-        client, model, batches, [NanHook(), LoggingHook(log_steps)], test=dataset.test
+        client,
+        model,
+        batches,
+        [NanHook(), LoggingHook(args.log_steps)],
+        test=dataset.test,
+        overlap=args.overlap,
     )
     ending.add(lambda: session.request_stop(ending.reason))
     print(f"{resolved.name} training with {shards} ps", flush=True)
@@ -308,6 +324,7 @@ def _report(summary: Summary) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     args = parser().parse_args(argv)
+    keep_large_blocks()
     logging.basicConfig(
         level=args.log_level.upper(),
         stream=sys.stderr,

@@ -66,7 +66,8 @@ class TrainingSession:
     """One worker's part in a job.
 
     `client` must have a worker's name; it stays the caller's, to be closed by it. `test` is what
-    the final parameters are evaluated on. `run` blocks, in one thread; `request_stop` may be called
+    the final parameters are evaluated on. `overlap`: the next batch is prepared while a step's push
+    and pull are on their way. `run` blocks, in one thread; `request_stop` may be called
     by any."""
 
     def __init__(
@@ -77,6 +78,7 @@ class TrainingSession:
         hooks: Sequence[Hook] = (),
         *,
         test: Batch | None = None,
+        overlap: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.client = client
@@ -88,6 +90,8 @@ class TrainingSession:
         #: Steps that were computed and do not count, because a server or our lease was lost.
         self.dropped = 0
         self._test = test
+        self._overlap = overlap
+        self._prepared: tuple[int, Batch] | None = None
         self._clock = clock
         self._first_loss: float | None = None
         self._last_loss: float | None = None
@@ -115,7 +119,7 @@ class TrainingSession:
             params = self.client.pull()
 
             while not params.complete and not self.should_stop:
-                batch = self.batches.batch(params.clock)
+                batch = self._batch(params.clock)
                 context = RunContext(self, params, batch)
                 for hook in self.hooks:
                     hook.before_run(context)
@@ -127,7 +131,9 @@ class TrainingSession:
                 if self.should_stop:
                     break
                 try:
-                    params = self.client.push_pull(grads, examples=len(batch))
+                    params = self.client.push_pull(
+                        grads, examples=len(batch), meanwhile=self._preparing(params.clock + 1)
+                    )
                 except (AbortedError, NotInitializedError) as error:
                     self._lost(error)
                     params = self.client.pull()
@@ -145,6 +151,19 @@ class TrainingSession:
             "" if params.complete else self._stop,
             metrics,
         )
+
+    def _preparing(self, clock: int) -> Callable[[], None] | None:
+        """What to do while a step is on its way: the batch of the next one, most likely."""
+
+        def prepare() -> None:
+            self._prepared = clock, self.batches.batch(clock)
+
+        return prepare if self._overlap else None
+
+    def _batch(self, clock: int) -> Batch:
+        """The batch of step `clock`, prepared or not."""
+        prepared, self._prepared = self._prepared, None
+        return prepared[1] if prepared and prepared[0] == clock else self.batches.batch(clock)
 
     def _count(self, context: RunContext, loss: float, params: Params) -> None:
         """A step has been pushed; `params` are what came back."""
