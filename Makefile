@@ -25,7 +25,7 @@ test: setup ## Run the tests, in two processes (ARGS="-k push" chooses)
 test-floor: $(FLOOR)/.stamp ## Run FLOOR_TESTS with the lowest versions that pyproject.toml admits
 	$(FLOOR)/bin/python -m pytest $(FLOOR_TESTS) $(ARGS)
 
-bench: $(VENV)/.bench ## Measure it beside yardsticks, some minutes (ARGS="--quick")
+bench: setup ## Measure it beside yardsticks, some minutes (ARGS="--quick")
 	$(BIN)/python -m benchmarks $(ARGS)
 
 lint: setup ## Check style, format, types and the contract
@@ -52,10 +52,6 @@ clean: ## Remove caches and build outputs; .venv and ckpt stay
 $(VENV)/.stamp: pyproject.toml requirements/dev.txt
 	$(make-venv)
 	$(@D)/bin/python -m pip install -q -c requirements/dev.txt -e '.[dev,examples]'
-	@touch $@
-
-$(VENV)/.bench: $(VENV)/.stamp
-	$(BIN)/python -m pip install -q -c requirements/dev.txt -e '.[bench]'
 	@touch $@
 
 $(PROTO)/.stamp: requirements/proto.txt

@@ -174,7 +174,8 @@ class ControlClient:
                     f"{answer.holder} is chief of this job (its claim ends in "
                     f"{answer.lease_left_s:.1f} s unless it renews it)"
                 )
-                error.metadata = (("lease-left-ms", str(int(answer.lease_left_s * 1000))),)
+                left_ms = str(int(answer.lease_left_s * 1000))
+                error.metadata = (("lease-left-ms", left_ms), ("peer", peer.name))
                 raise error
             leases.append(answer.lease_s)
         self._lease_s = min(leases)
@@ -209,7 +210,8 @@ class ControlClient:
             except ParamServerError as error:
                 _log.debug("event=claim-failed peer=%r reason=%r", peer.name, str(error))
                 continue
-            if not answer.granted and not release:
+            # ps:0 decides. Another's claim may for a moment be with somebody who tries in vain.
+            if not answer.granted and not release and peer is self._peers[0]:
                 self._deposed = f"{answer.holder} has become chief of this job"
 
     def _renew_forever(self) -> None:

@@ -34,6 +34,13 @@ class CutOffSteps:
         self._last_round: set[Key] = set()
         self._missed: CutOffStep | None = None
 
+    def settle(self, difference: int) -> None:
+        """After a restore, where version minus global_step is `difference`: a step that was cut off
+        just when the checkpoint was made is not in the list yet."""
+        unlisted = difference - sum(step.delta for step in self.steps)
+        if unlisted:
+            self._note(CutOffStep("(at the checkpoint)", 0, 0, unlisted))
+
     def departed(self, member: Key, here: int, decided: int) -> None:
         """A worker is gone: its last push is number `here` on this shard, `decided` at ps:0.
 

@@ -94,6 +94,8 @@ class Shard:
         self.rounds = state.rounds
         self.superseded = False
         self.cut_off = CutOffSteps(state.cut_off)
+        if self.state.index:
+            self.cut_off.settle(state.version - state.global_step)
         self.counts = {"applied": 0, "refused": 0, "repeated": 0, "aborted": 0}
         self.membership = Membership(lease_s)
         self.roster = Roster(
@@ -570,23 +572,24 @@ class Shard:
 
     def _next_round(self) -> list[Push]:
         """The gradients of the open round in worker-index order, if it can be closed."""
-        while self._start.open and not awaited(self._progress()) and self._may_close():
-            if self._staged:
-                return [self._staged[w] for w in sorted(self._staged, key=worker_order)]
-            if not self._is_over():
-                break
-            self._close_round(())
-        return []
+        self._close_empty_rounds()
+        if not self._staged or not self._may_close():
+            return []
+        return [self._staged[w] for w in sorted(self._staged, key=worker_order)]
 
-    def _is_over(self) -> bool:
-        """Whether the open round, to which nobody can bring anything any more, had begun at all:
-        here, or elsewhere, where it is closed."""
+    def _close_empty_rounds(self) -> None:
+        """Closes rounds that had begun, here or elsewhere, and that nobody can bring anything to
+        any more."""
         agreed = (self._hold and self._hold.rounds) or 0
         furthest = max(agreed, self.roster.rounds, *self._clocks.values())
-        return self._round_begun or self.rounds < furthest
+        while not self._staged and self._may_close():
+            if not self._round_begun and self.rounds >= furthest:
+                break
+            self._close_round(())
 
     def _may_close(self) -> bool:
-        return self._hold is None or self._hold.closes(self.rounds)
+        held = self._hold is not None and not self._hold.closes(self.rounds)
+        return self._start.open and not awaited(self._progress()) and not held
 
     def _close_round(self, pushes: Sequence[Push]) -> None:
         """A round is over. Without gradients (all its workers died) it is no version."""
@@ -617,6 +620,8 @@ class Shard:
         step, complete = 0, False
         if clock is not None:
             self._check_member(member)
+            if self.sync:
+                self._close_empty_rounds()
             gate = self._pull_gate(member, clock)
             if not gate.open:
                 return gate

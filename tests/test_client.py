@@ -87,7 +87,7 @@ class Relay(grpc.GenericRpcHandler):
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
         name = details.method.rpartition("/")[2]
         self.calls[name] += 1
-        onward = self._channel.stream_stream(details.method)
+        onward: Any = self._channel.stream_stream(details.method)
 
         def counted(requests: Iterator[bytes]) -> Iterator[bytes]:
             for request in requests:
@@ -136,7 +136,7 @@ def test_initialising_twice(cluster: MakeCluster) -> None:
     """The first wins; another model is refused, and says what differs."""
     job = cluster(2)
     client = job.client("worker:0")
-    start = {"w": np.ones((2, 3), np.float32), "b": np.zeros(2, np.float32)}
+    start: dict[str, Any] = {"w": np.ones((2, 3), np.float32), "b": np.zeros(2, np.float32)}
     assert client.initialize(start, optimizer=ps.optimizers.SGD(0.5)) is True
     client.push({"w": np.ones((2, 3), np.float32)})
     again = {**start, "w": np.full((2, 3), 5, np.float32)}
@@ -311,6 +311,45 @@ def test_pull_some(cluster: MakeCluster) -> None:
     assert client.push({"b": np.ones(2, np.float32)}, params).applied
 
 
+def test_what_one_has_is_not_sent_again(cluster: MakeCluster, proxy: MakeProxy) -> None:
+    """Shards at the same version share the arrays of the pull before."""
+    job = cluster(2)
+    job.initialize({"a": np.zeros(50_000), "b": np.zeros(50_000)})
+    lines = [proxy(address) for address in job.addresses]
+    reader = job.client(at=[line.address for line in lines])
+    first = reader.pull(wait=False)
+    before = [line.forwarded["down"] for line in lines]
+    same = reader.pull(wait=False, have=first)
+    assert all(line.forwarded["down"] - b < 1000 for line, b in zip(lines, before, strict=True))
+    assert all(same[name] is first[name] or same[name].base is first[name].base for name in "ab")
+    assert same.versions == (0, 0)
+    # Another question, another version, another session: all of it comes.
+    assert list(reader.pull(["a"], wait=False, have=first)) == ["a"]
+    writer = job.client("worker:0")
+    writer.push({"a": np.ones(50_000), "b": np.ones(50_000)})
+    changed = reader.pull(wait=False, have=same)
+    assert changed.versions == (1, 1) and (changed["a"] == -0.5).all()
+    assert (same["a"] == 0).all() and (first["b"] == 0).all()
+    params = writer.pull(have=changed)
+    assert params.versions == (1, 1) and (params["b"] == -0.5).all()
+    assert writer.push({}, params).applied
+
+
+def test_work_beside_a_turn(cluster: MakeCluster) -> None:
+    """It is done while the gradient is on its way; if it fails, the step is given up."""
+    job = cluster(lease=0.5)
+    job.initialize(ZEROS)
+    client = job.client("worker:0")
+    done: list[int] = []
+    params = client.push_pull(ONES, meanwhile=lambda: done.append(1))
+    assert done == [1] and params.version == 1
+    with pytest.raises(ZeroDivisionError):
+        client.push_pull(ONES, meanwhile=lambda: 1 // 0)
+    params = client.pull()
+    assert values(params) == [-0.5 * params.version] * 4 and params.version in (1, 2)
+    assert client.push_pull(ONES).version == params.version + 1
+
+
 def test_pulled_arrays_stay_what_they_are(cluster: MakeCluster) -> None:
     """Whatever is kept of them, and however, while hundreds more are pulled."""
     job = cluster()
@@ -323,7 +362,7 @@ def test_pulled_arrays_stay_what_they_are(cluster: MakeCluster) -> None:
         kept += [
             (version, a[3]),
             (version, a.T[::7]),
-            (version, memoryview(b)[10:20]),
+            (version, b.data[10:20]),
             (version, np.frombuffer(b.data, np.float32, 100)),
             (version, iter(b[:5])),
             (version, b.reshape(-1, 10)[::-1, 2]),

@@ -99,3 +99,11 @@ def test_the_list_is_bounded_and_its_sum_stays() -> None:
     assert steps.steps[-1].incarnation == KEPT + 50
     ones = sum(1 if life % 3 == 0 else -1 for life in range(KEPT + 50))
     assert total(steps) == ones
+
+
+def test_what_was_cut_off_at_the_checkpoint_is_listed_after_the_restore() -> None:
+    steps = CutOffSteps([CutOffStep(*W, 3, 1)])
+    steps.settle(1)
+    assert steps.steps == [CutOffStep(*W, 3, 1)]
+    steps.settle(-1)
+    assert steps.steps[1:] == [CutOffStep("(at the checkpoint)", 0, 0, -2)]

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -41,8 +42,8 @@ class Standard:
 
     def __init__(self, address: str) -> None:
         self.channel = grpc.insecure_channel(address, transport.channel_options())
-        self.parameter = parameter_pb2_grpc.ParameterServiceStub(self.channel)  # type: ignore[no-untyped-call]
-        self.control = control_pb2_grpc.ControlServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self.parameter = parameter_pb2_grpc.ParameterServiceStub(self.channel)
+        self.control = control_pb2_grpc.ControlServiceStub(self.channel)
 
     def initialize(self, *messages: control_pb2.InitializeRequest) -> Any:
         return self.control.Initialize(iter(messages), timeout=10)
@@ -97,6 +98,10 @@ def header(sequence: int = 1, clock: int = 0, **changes: Any) -> parameter_pb2.P
 
 def push(*tensors: tensor_pb2.Tensor, last: bool = True, **fields: Any) -> Any:
     return parameter_pb2.PushRequest(tensors=tensors, last=last, **fields)
+
+
+def range_of_codec(number: Any) -> tensor_pb2.Range:
+    return tensor_pb2.Range(count=8, codec=number)
 
 
 #: Laid out as: group 0 (float32): w at 0, b at 6; group 1 (float64): d at 0.
@@ -243,7 +248,7 @@ W = MODEL["w"]
         ("INVALID_ARGUMENT", "range names slot 1; the group has 0",
          [push(ranges=[tensor_pb2.Range(slot=1, count=8)], payload=bytes(32))]),
         ("INVALID_ARGUMENT", "a range has codec 1",
-         [push(ranges=[tensor_pb2.Range(count=8, codec=1)], payload=bytes(32))]),
+         [push(ranges=[range_of_codec(1)], payload=bytes(32))]),
         ("INVALID_ARGUMENT", "the ranges name 32 bytes, the payload has 31",
          [push(ranges=[tensor_pb2.Range(count=8)], payload=bytes(31))]),
         ("INVALID_ARGUMENT", "name 0 bytes, the payload has 4", [push(payload=bytes(4))]),
@@ -331,8 +336,7 @@ def test_a_push_cut_at_every_message_counts_once(ready: Standard) -> None:
 
         call = ready.parameter.Push.future(cut(), timeout=10)
         if step:
-            sequence = step + 1
-            wait_for(lambda n=sequence: n in in_flight(ready), "the push to begin")
+            wait_for(partial(has_begun, ready, step + 1), "the push to begin")
         call.cancel()
         release.set()
         assert ready.status().version == step
@@ -342,12 +346,12 @@ def test_a_push_cut_at_every_message_counts_once(ready: Standard) -> None:
     np.testing.assert_array_equal(got, np.arange(6) - 3.5)
 
 
-def in_flight(client: Standard) -> list[int]:
-    """Sequence numbers that the shard has admitted, by asking for a hold and giving it up."""
+def has_begun(client: Standard, sequence: int) -> bool:
+    """Whether the shard has admitted a push: asked for a hold, which is given up, it says so."""
     cut = control_pb2.HoldRequest(chief=CHIEF, cut=1, deadline_s=5)
     admitted = client.control.Hold(cut, timeout=5).admitted
     client.control.Cut(control_pb2.CutRequest(chief=CHIEF, cut=1, abandon=True), timeout=5)
-    return [push.sequence for push in admitted]
+    return sequence in [push.sequence for push in admitted]
 
 
 def half(release: threading.Event, **changes: Any) -> Iterator[Any]:
@@ -379,7 +383,7 @@ def test_a_stalled_push_makes_way(ready: Standard) -> None:
     ready.join("worker:1")
     release = threading.Event()
     stalled = ready.parameter.Push.future(half(release), timeout=20)
-    wait_for(lambda: 1 in in_flight(ready), "the push to begin")
+    wait_for(partial(has_begun, ready, 1), "the push to begin")
     began = time.monotonic()
     assert ready.push(push(*ONES, header=header(caller=caller("worker:1")))).result.version == 1
     assert time.monotonic() - began < 5
@@ -405,7 +409,7 @@ def test_what_a_pull_can_ask_for(ready: Standard) -> None:
     (got,) = ready.pull(known_version=1)
     assert not got.header.unchanged and len(got.payload) == 56
     for names in (["x"], ["w", "x"]):
-        refused("NOT_FOUND", "no variable 'x'", lambda n=names: ready.pull(names=n))
+        refused("NOT_FOUND", "no variable 'x'", partial(ready.pull, names=names))
     refused("ABORTED", "pulls for clock 4 and is at", lambda: ready.pull(wait=True, clock=4))
     refused("ABORTED", "pulls for clock -1", lambda: ready.pull(wait=True, clock=-1))
 
@@ -613,7 +617,7 @@ def test_the_first_model_wins(ready: Standard) -> None:
         ([variable("w", W)], "'b' is only in the job"),
     ):
         changed = initial(state=state(variables), tensors=[])
-        refused("ALREADY_EXISTS", complaint, lambda c=changed: ready.initialize(c))
+        refused("ALREADY_EXISTS", complaint, partial(ready.initialize, changed))
     elsewhere = initial(state=state([], shard_index=1, shard_count=2))
     refused("ALREADY_EXISTS", "this is ps:0 of 1 already", lambda: ready.initialize(elsewhere))
     assert unchanged(ready)
@@ -657,14 +661,11 @@ def test_joining(ready: Standard) -> None:
         ("x" * 100_000, 1, SESSION, "INVALID_ARGUMENT", "must be like 'worker:0'"),
         ("worker:2", 1, SESSION + 1, "ABORTED", "restored from a checkpoint"),
     ):
-        refused(code, complaint, lambda w=worker, i=incarnation, s=session: ready.join(w, i, s))
+        refused(code, complaint, partial(ready.join, worker, incarnation, session))
     assert ready.join("worker:1", 9).clock == 0
-    for who, code in ((caller("worker:1", 9), None), (caller("worker:1", 8), "ABORTED")):
-        beat = parameter_pb2.HeartbeatRequest(caller=who)
-        if code:
-            refused(code, "no member", lambda b=beat: ready.parameter.Heartbeat(b, timeout=5))
-        else:
-            ready.parameter.Heartbeat(beat, timeout=5)
+    beats = [parameter_pb2.HeartbeatRequest(caller=caller("worker:1", n)) for n in (9, 8)]
+    ready.parameter.Heartbeat(beats[0], timeout=5)
+    refused("ABORTED", "no member", lambda: ready.parameter.Heartbeat(beats[1], timeout=5))
     leave = parameter_pb2.LeaveRequest(caller=caller("worker:1", 9), reason="z" * 5000)
     for _ in range(2):
         ready.parameter.Leave(leave, timeout=5)
@@ -701,7 +702,7 @@ def test_control_calls_that_are_wrong(ready: Standard) -> None:
         refused(
             "INVALID_ARGUMENT",
             "deadline_s must be between 0 and 60",
-            lambda d=deadline: ready.control.Hold(hold(chief=CHIEF, cut=1, deadline_s=d)),
+            partial(ready.control.Hold, hold(chief=CHIEF, cut=1, deadline_s=deadline)),
         )
     ready.control.Hold(hold(chief=CHIEF, cut=1, deadline_s=5), timeout=5)
     refused(
@@ -724,8 +725,9 @@ def test_control_calls_that_are_wrong(ready: Standard) -> None:
         refused(
             "INVALID_ARGUMENT",
             "limit|last_step",
-            lambda n=limit: ready.control.Configure(
-                control_pb2.ConfigureRequest(chief=CHIEF, last_step=n)
+            partial(
+                ready.control.Configure,
+                control_pb2.ConfigureRequest(chief=CHIEF, last_step=limit),
             ),
         )
     ready.control.Configure(control_pb2.ConfigureRequest(chief=CHIEF, last_step=5), timeout=5)
@@ -751,7 +753,7 @@ def test_unknown_fields_are_passed_over(ready: Standard) -> None:
     """What a newer client says beside what we know does no harm."""
     message = push(*ONES, header=header()).SerializeToString()
     unknown = b"\xc2\x0c\x05hello"  # field 200, length-delimited
-    raw = ready.channel.stream_unary("/paramserver.v1.ParameterService/Push")
+    raw: Any = ready.channel.stream_unary("/paramserver.v1.ParameterService/Push")
     assert unknown not in parameter_pb2.PushRequest.FromString(message).SerializeToString()
     for data in (message + unknown, unknown + message):
         answer = parameter_pb2.PushResponse.FromString(raw(iter([data]), timeout=5))
