@@ -237,7 +237,7 @@ class Connection:
             self._news.clear()
             if self.closing.is_set():
                 return
-            links = self.links if self.joined else ()
+            links = self.links if self.joined else []
             for link in links:
                 # Also in between: others that are slow to answer must not cost us the lease.
                 if not left(due):

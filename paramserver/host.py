@@ -299,7 +299,6 @@ class Host:
                     shard = self._need()
                     outcome = shard.pull(session, member, clock, values)
                     if isinstance(outcome, View):
-                        self._check_finished()
                         return outcome
                     if self._apply_one(shard):
                         continue
@@ -327,6 +326,14 @@ class Host:
                 if self._shard:
                     self._shard.release(view.pin)
                 self._changed.notify_all()
+
+    def delivered(self, view: View, member: Key) -> None:
+        """Notes that all of a view has been sent to a worker: if it was the last, it knows now."""
+        if view.complete:
+            with self._changed:
+                if self._shard:
+                    self._shard.tell(member)
+                self._check_finished()
 
     def wake(self) -> None:
         """Lets waiting calls look again (one was cancelled)."""

@@ -101,7 +101,9 @@ class ParameterService:
                 pb.PullResponse, request.caller, request.options, known, context
             )
             if outcome:
-                yield from self._answer(pb.PullResponse(), outcome, request.options, known)
+                yield from self._answer(
+                    pb.PullResponse(), outcome, request.caller, request.options, known
+                )
 
     def _look(
         self,
@@ -142,7 +144,7 @@ class ParameterService:
             yield framing.Frame(cls(waiting=waiting))
 
     def _answer(
-        self, head: Response, view: View, options: pb.PullOptions, known: int
+        self, head: Response, view: View, caller: pb.Caller, options: pb.PullOptions, known: int
     ) -> Iterator[framing.Frame[Response]]:
         """The messages that carry a view, the first of them `head`. Gives the view back."""
         cls = type(head)
@@ -166,6 +168,7 @@ class ParameterService:
             for chunk in codec.chunks(parts, self._chunk_bytes):
                 yield codec.framed(message, chunk)
                 message = cls()
+            self._host.delivered(view, (caller.worker, caller.incarnation))
         finally:
             self._host.release(view)
 
@@ -215,7 +218,7 @@ class ParameterService:
                 if waited is None:
                     return
                 view = waited
-            yield from self._answer(head, view, options, known)
+            yield from self._answer(head, view, caller, options, known)
             data = next(requests, None)
             if data is None:
                 return

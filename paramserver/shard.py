@@ -273,6 +273,10 @@ class Shard:
         self.roster = roster
         return True
 
+    def tell(self, member: Key) -> None:
+        """Notes that a member has been sent the final parameters."""
+        self._told.add(member)
+
     def untold(self) -> list[str]:
         """Members that have not been given the final parameters here."""
         return [m.worker for m in self.roster.members if m.key not in self._told]
@@ -626,9 +630,7 @@ class Shard:
             if not gate.open:
                 return gate
             complete = self.complete
-            if complete:
-                self._told.add(member)
-            elif self.leads:
+            if self.leads and not complete:
                 step = self._grant(member)
                 if not step:
                     return Gate(

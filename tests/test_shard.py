@@ -584,7 +584,9 @@ def test_global_step_ends_exactly_at_the_limit() -> None:
     assert shard.untold() == [C[0]]
     refused = push(shard, C, 2)
     assert refused == PushResult(False, "job_complete", 2, 0, 2)
-    assert pulled(shard, C).complete and shard.untold() == []
+    assert pulled(shard, C).complete and shard.untold() == [C[0]]  # not before it was sent
+    shard.tell(C)
+    assert shard.untold() == []
     assert counted(shard) == 2
 
 
@@ -854,6 +856,7 @@ def test_the_final_parameters_are_those_with_everybodys_last_push_in() -> None:
     assert shard.pull(SESSION, A, 1) == Gate(False, "the last push of worker:1 is on its way")
     push(shard, B)
     assert pulled(shard, A).complete
+    shard.tell(A)
     assert shard.untold() == [B[0]]
 
 
@@ -869,7 +872,9 @@ def test_the_final_parameters_are_those_with_the_last_round_in() -> None:
 def test_a_raised_limit_makes_everybody_untold_everywhere() -> None:
     shard = other(Async(), A)
     shard.adopt(roster(2, A, complete=True, last_step=1))
-    assert pulled(shard, A).complete and shard.untold() == []
+    assert pulled(shard, A).complete
+    shard.tell(A)
+    assert shard.untold() == []
     # The roster in between, of the job going on, may have passed by.
     shard.adopt(roster(5, A, complete=True, last_step=2))
     assert shard.untold() == [A[0]]

@@ -385,7 +385,7 @@ def test_a_restarted_server_is_restored_and_trained_on(
         worker(processes, address, "--workers", "2", *job, *save),
         worker(processes, address, "--workers", "2", "--task-index", "1"),
     ]
-    wait_for(lambda: status(address).global_step > 50)
+    wait_for(lambda: status(address).global_step > 50 and len(status(address).workers) == 2)
     server.kill()
     processes.ps("--lease", "1", port=int(address.rpartition(":")[2]))
     wait_for(lambda: status(address).global_step)
