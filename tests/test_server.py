@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -212,17 +212,32 @@ def test_a_signal_while_a_worker_waits(
     assert f"event=stop reason='{number.name}'" in "\n".join(process.stderr)
 
 
-def test_a_second_signal_ends_it_at_once(processes: Processes) -> None:
-    """A stranger's call that never ends holds it up; the second signal does not wait."""
+@pytest.mark.parametrize(("signals", "code", "seconds"), [(1, 0, 8.0), (2, 130, 3.0)])
+def test_a_second_signal_ends_it_at_once(
+    processes: Processes, signals: int, code: int, seconds: float
+) -> None:
+    """A call that never ends holds it up for a few seconds; a second signal does not wait."""
     process, address = processes.ps()
-    with ps.Client(address, connect_timeout=10) as client:
-        client.initialize({"w": np.zeros(8 << 20)})
-        host, _, port = address.rpartition(":")
-        with socket.create_connection((host, int(port))):
-            process.send(signal.SIGTERM)
-            process.line("event=stop")
+    release = threading.Event()
+
+    def silence() -> Iterator[bytes]:
+        release.wait(30)
+        yield b""
+
+    with closing(grpc.insecure_channel(address)) as channel:
+        push: Any = channel.stream_unary("/paramserver.v1.ParameterService/Push")
+        status: Any = channel.unary_unary("/paramserver.v1.ControlService/Status")
+        call = push.future(silence())
+        status(b"", timeout=10)
+        began = time.monotonic()
+        process.send(signal.SIGTERM)
+        process.line("event=stop")
+        if signals == 2:
             process.send(signal.SIGINT)
-            assert process.wait(10) in (0, 130)
+        assert process.wait(10) == code
+        assert time.monotonic() - began < seconds
+        release.set()
+        call.cancel()
     assert "Traceback" not in process.output
 
 

@@ -581,6 +581,7 @@ def test_global_step_ends_exactly_at_the_limit() -> None:
     assert shard.complete and shard.global_step == 2 and shard.roster.complete
     final = pulled(shard, A)
     assert (final.complete, final.step, final.version) == (True, 0, 2)
+    shard.tell(A)
     assert shard.untold() == [C[0]]
     refused = push(shard, C, 2)
     assert refused == PushResult(False, "job_complete", 2, 0, 2)
