@@ -14,6 +14,7 @@ from paramserver.host import Host
 from paramserver.layout import Array, Range
 from paramserver.shard import Shard, Snapshot
 from paramserver.status import rpc_errors
+from paramserver.stewardship import Stewardship
 from paramserver.v1 import control_pb2 as pb
 
 #: How long a cut waits for the pushes in flight, in seconds, unless its hold says less.
@@ -32,6 +33,7 @@ class ControlService:
         chunk_bytes: int = codec.CHUNK_BYTES,
     ) -> None:
         self._host = host
+        self._steward = Stewardship(host)
         self._on_defect = on_defect
         self._chunk_bytes = chunk_bytes
 
@@ -39,7 +41,7 @@ class ControlService:
         """See the contract."""
         with rpc_errors(context, self._on_defect):
             self._adopt(request.chief)
-            granted, holder, left = self._host.claim(
+            granted, holder, left = self._steward.claim(
                 request.chief.holder[:200], request.chief.incarnation, request.release
             )
             return pb.ClaimResponse(
@@ -73,7 +75,7 @@ class ControlService:
         frame = _next(cls, requests)
         self._check_chief(frame.message.chief)
         state = convert.state_from_proto(frame.message.state)
-        loading = self._host.loading(state, restore)
+        loading = self._steward.loading(state, restore)
         if loading is None:
             with self._host.reading() as shard:
                 return False, shard.state.session
@@ -84,7 +86,7 @@ class ControlService:
             if frame.message.last:
                 break
             frame = _next(cls, requests)
-        session = self._host.install(loading, restore)
+        session = self._steward.install(loading, restore)
         return session == state.session, session
 
     def Hold(self, request: pb.HoldRequest, context: grpc.ServicerContext) -> pb.HoldResponse:
@@ -95,7 +97,7 @@ class ControlService:
                 raise InvalidArgumentError(
                     f"deadline_s must be between 0 and {MAX_HOLD_S:g}, not {request.deadline_s:g}"
                 )
-            admitted = self._host.hold(request.cut, request.deadline_s)
+            admitted = self._steward.hold(request.cut, request.deadline_s)
             return pb.HoldResponse(
                 admitted=convert.sequences_to_proto(admitted.sequences), rounds=admitted.rounds
             )
@@ -105,9 +107,9 @@ class ControlService:
         with rpc_errors(context, self._on_defect):
             self._check_chief(request.chief)
             if request.abandon:
-                self._host.abandon_cut(request.cut)
+                self._steward.abandon_cut(request.cut)
                 return pb.CutResponse()
-            snapshot = self._host.cut(
+            snapshot = self._steward.cut(
                 request.cut,
                 convert.sequences_from_proto(request.admit),
                 request.rounds,
@@ -121,7 +123,7 @@ class ControlService:
         """See the contract."""
         with rpc_errors(context, self._on_defect):
             self._check_chief(request.chief)
-            with self._host.snapshot(request.cut) as snapshot:
+            with self._steward.snapshot(request.cut) as snapshot:
                 message = pb.SnapshotResponse(
                     state=convert.state_to_proto(snapshot.state),
                     layout=convert.layout_to_proto(snapshot.layout, snapshot.state.job.optimizer),
@@ -135,7 +137,7 @@ class ControlService:
         with rpc_errors(context, self._on_defect):
             if request.HasField("roster"):
                 self._host.adopt(convert.roster_from_proto(request.roster))
-            chief, waiting, now = self._host.chief(), self._host.waiting(), self._host.now()
+            chief, waiting, now = self._steward.chief(), self._host.waiting(), self._host.now()
             with self._host.locked() as shard:
                 response = _status(shard, now) if shard else pb.StatusResponse()
             if shard:
@@ -154,7 +156,7 @@ class ControlService:
         with rpc_errors(context, self._on_defect):
             self._check_chief(request.chief)
             last_step = request.last_step if request.HasField("last_step") else None
-            self._host.configure(last_step)
+            self._steward.configure(last_step)
             news = self._host.news(-1)
             return pb.ConfigureResponse(roster=convert.roster_to_proto(news) if news else None)
 
@@ -171,7 +173,7 @@ class ControlService:
 
     def _check_chief(self, chief: pb.Chief) -> None:
         self._adopt(chief)
-        self._host.check_chief(chief.holder[:200], chief.incarnation)
+        self._steward.check_chief(chief.holder[:200], chief.incarnation)
 
     def _adopt(self, chief: pb.Chief) -> None:
         if not chief.holder or not chief.incarnation:

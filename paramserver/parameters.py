@@ -26,6 +26,8 @@ class Parameters:
         #: The update in the making, if any.
         self.writer: Update | None = None
         self._buffers = Buffers(arrays)
+        # Whether an update could not start for want of a spare array.
+        self._starved = False
         self._updates = [group.updates for group in layout.groups]
 
     @property
@@ -41,7 +43,10 @@ class Parameters:
         """Begins the next version of `groups`; None while another is in the making, or while so
         many versions are being read that there is no spare array left."""
         flats = self._buffers.flat
-        if self.writer or not all(flat.has_spare() for g in groups for flat in flats[g]):
+        if self.writer:
+            return None
+        if not all(flat.has_spare() for g in groups for flat in flats[g]):
+            self._starved = True
             return None
         targets = [
             Target(
@@ -83,6 +88,9 @@ class Parameters:
         """References to the current values (and slots), never written until released."""
         return self._buffers.pin(slots)
 
-    def release(self, pin: Pin) -> None:
-        """Ends a pin; its arrays may be overwritten from now on."""
+    def release(self, pin: Pin) -> bool:
+        """Ends a pin; its arrays may be overwritten from now on. Whether an update waits for
+        that."""
         self._buffers.release(pin)
+        starved, self._starved = self._starved, False
+        return starved

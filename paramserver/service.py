@@ -18,6 +18,7 @@ from paramserver.errors import InvalidArgumentError, ParamServerError
 from paramserver.host import Host
 from paramserver.layout import Array, Range
 from paramserver.push import PushResult
+from paramserver.push_pull import PushPull
 from paramserver.read_ahead import read_ahead
 from paramserver.shard import View
 from paramserver.status import rpc_errors
@@ -44,6 +45,7 @@ class ParameterService:
         chunk_bytes: int = codec.CHUNK_BYTES,
     ) -> None:
         self._host = host
+        self._data = PushPull(host)
         self._on_defect = on_defect
         self._chunk_bytes = chunk_bytes
 
@@ -68,7 +70,7 @@ class ParameterService:
         """Takes one push off a stream, to its last message, and sees it applied."""
         cls = type(first.message)
         header = first.message.header
-        outcome = self._host.begin_push(
+        outcome = self._data.begin_push(
             convert.push_header_from_proto(header), convert.roster_in(header.caller)
         )
         if isinstance(outcome, PushResult):
@@ -81,9 +83,9 @@ class ParameterService:
             for frame in frames if first.message.last else read_ahead(frames, READ_AHEAD):
                 for piece, values in codec.pieces(frame, outcome.layout):
                     outcome.feed(piece, values)
-            return self._host.finish_push(outcome)
+            return self._data.finish_push(outcome)
         except BaseException:
-            self._host.abort_push(outcome)
+            self._data.abort_push(outcome)
             raise
 
     # -- pull ----------------------------------------------------------------------------------
@@ -112,7 +114,7 @@ class ParameterService:
         context: grpc.ServicerContext,
         for_s: float,
     ) -> View | Gate:
-        return self._host.pull(
+        return self._data.pull(
             caller.session,
             (caller.worker, caller.incarnation),
             options.clock if options.wait else None,
@@ -168,9 +170,9 @@ class ParameterService:
             for chunk in codec.chunks(parts, self._chunk_bytes):
                 yield codec.framed(message, chunk)
                 message = cls()
-            self._host.delivered(view, (caller.worker, caller.incarnation))
+            self._data.delivered(view, (caller.worker, caller.incarnation))
         finally:
-            self._host.release(view)
+            self._data.release(view)
 
     # -- both ----------------------------------------------------------------------------------
 

@@ -639,9 +639,9 @@ class Shard:
         pin = self._params.pin(slots=False) if values else None
         return View(self.layout, self.version, self.global_step, step, complete, pin)
 
-    def release(self, pin: Pin) -> None:
-        """Gives back the references of a view or a snapshot."""
-        self._params.release(pin)
+    def release(self, pin: Pin) -> bool:
+        """Gives back the references of a view or a snapshot; whether an update waits for that."""
+        return self._params.release(pin)
 
     def _grant(self, member: Key) -> int:
         if self.sync:
