@@ -82,7 +82,8 @@ def test_a_command_line_names_a_rule(text: str, rule: Consistency) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "bsp", "sync:1", "sync:", "async:", "ssp", "ssp:", "ssp:-1", "ssp:x", "ssp:1:2", "ssp:²"]
+    "text",
+    ["", "bsp", "sync:1", "sync:", "async:", "ssp", "ssp:", "ssp:-1", "ssp:x", "ssp:1:2", "ssp:²"],
 )  # fmt: skip
 def test_anything_else_is_refused_with_the_choices(text: str) -> None:
     with pytest.raises(ConfigError, match="choose sync, async or ssp:N"):

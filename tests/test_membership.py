@@ -105,7 +105,7 @@ def opened(opening: Opening, *moments: tuple[float, int, str]) -> list[bool]:
                      id="a-lease-from-when-the-minimum-was-there"),
         pytest.param(3, 1, "", [(0, 1, "0"), (5, 0, ""), (12, 1, "1"), (21, 1, ""), (22, 1, "")],
                      [0, 0, 0, 0, 1], id="the-minimum-left-and-came-again"),
-        pytest.param(9, 0, "0 1", [(0, 1, "0"), (1, 2, "1")], [0, 1], id="restored: the names count"),
+        pytest.param(9, 0, "0 1", [(0, 1, "0"), (1, 2, "1")], [0, 1], id="restored: names count"),
         pytest.param(9, 0, "0 1", [(0, 1, "5"), (9, 1, ""), (10, 1, "")], [0, 0, 1],
                      id="restored: others after a lease"),
     ],

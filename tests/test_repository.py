@@ -52,7 +52,8 @@ LAYERS = (
     Layer("contract", "paramserver.v1*", outside="grpc google"),
     Layer(
         "wire",
-        "paramserver.allocation paramserver.framing paramserver.codec paramserver.convert paramserver.params "
+        "paramserver.allocation paramserver.framing paramserver.codec paramserver.convert "
+        "paramserver.params "
         "paramserver.transfer paramserver.transport paramserver.status paramserver.retry "
         "paramserver.read_ahead",
         below="core contract",
