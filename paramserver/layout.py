@@ -13,6 +13,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +100,11 @@ class Layout:
     _by_name: Mapping[str, Variable] = field(repr=False, compare=False, default_factory=dict)
     _starts: tuple[tuple[int, ...], ...] = field(repr=False, compare=False, default=())
     _order: tuple[tuple[Variable, ...], ...] = field(repr=False, compare=False, default=())
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all values, which is what a whole gradient has."""
+        return sum(group.size * DTYPES[group.dtype].itemsize for group in self.groups)
 
     def __getitem__(self, name: str) -> Variable:
         """The variable called `name`. Raises: NotFoundError."""

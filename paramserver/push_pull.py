@@ -38,11 +38,6 @@ class PushPull:
 
         def decide() -> Push | PushResult | Gate:
             shard = self._host.need()
-            if shard.nbytes_in_flight > self._host.settings.max_in_flight:
-                raise ResourceExhaustedError(
-                    f"{shard.nbytes_in_flight} bytes of gradients are in flight; the limit is "
-                    f"{self._host.settings.max_in_flight} (raise it with --max-in-flight)"
-                )
             return shard.begin(header, self._host.now())
 
         with self._host.changed:

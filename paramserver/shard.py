@@ -87,6 +87,7 @@ class Shard:
         arrays: Sequence[Sequence[Array]],
         lease_s: float,
         now: float,
+        most_in_flight: int = 1 << 62,
     ) -> None:
         self.state = state
         self.job = state.job
@@ -114,6 +115,8 @@ class Shard:
         # Members whose direct push had to make way; their next one is staged.
         self._slow: set[Key] = set()
         self._hold: Hold | None = None
+        # Bytes of staged gradients that may be on their way at one time (not in sync).
+        self._most_in_flight = most_in_flight
         self._told: set[Key] = set()
         self._opening = Opening(
             getattr(self.job.consistency, "workers", 0),
@@ -408,9 +411,21 @@ class Shard:
         direct = None
         if not self.sync and not self._ready and member not in self._slow:
             direct = self._params.start(range(len(self.layout.groups)), self._rule(header))
+        if not direct and not self._has_room():
+            return Gate(
+                False,
+                f"gradients of {self._most_in_flight} bytes are in flight (--max-in-flight)",
+            )
         push = Push(header, self.layout, direct)
         self._in_flight[member] = push
         return push
+
+    def _has_room(self) -> bool:
+        """Whether another staged push may arrive: each counts as large as the model, and one is
+        always let in. A round needs one gradient of every worker, or it would never close."""
+        waiting = sum(1 for push in self._in_flight.values() if not push.update)
+        needed = (waiting + 1) * self.layout.nbytes
+        return self.sync or not waiting or needed <= self._most_in_flight
 
     def _rule(self, header: PushHeader) -> Optimizer:
         """The update rule at a push's step (an ungranted one: at the number it will get)."""

@@ -84,8 +84,9 @@ class Stewardship:
                 _check_same_model(self._host.shard, loading.state)
                 return self._host.shard.state.session
             old, now = self._host.shard, self._host.now()
+            settings = self._host.settings
             self._host.shard = Shard(
-                loading.state, layout, arrays, self._host.settings.lease_s, now
+                loading.state, layout, arrays, settings.lease_s, now, settings.max_in_flight
             )
             self._host.job_done = ""
             if old:

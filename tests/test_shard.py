@@ -1090,6 +1090,15 @@ def test_a_restored_limit_may_be_reached_already() -> None:
     assert shard.complete and pulled(shard, A).complete
 
 
+def test_a_restored_shard_lists_what_its_checkpoint_came_in_between() -> None:
+    job, listed = Job(optimizer=SGD(RATE)), (CutOffStep(*A, 3, 1),)
+    for version, deltas in ((5, [1]), (4, [1, -1]), (7, [1, 2])):
+        state = ShardState(
+            SESSION, 1, 2, job, VARIABLES, version=version, global_step=4, cut_off=listed
+        )
+        assert [step.delta for step in load(state, {}).cut_off.steps] == deltas
+
+
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
