@@ -46,6 +46,9 @@ Payload = Sequence[Array | memoryview]
 _TAG = 15 << 3 | 2
 _TAG_BYTE = bytes([_TAG])
 
+#: Messages of so few bytes are left to protobuf, copies and all.
+_SMALL = 2048
+
 #: Beyond so many top-level fields protobuf's own parser is the faster walker.
 _MAX_FIELDS = 1 << 16
 
@@ -82,7 +85,8 @@ def decode(cls: type[M], data: bytes) -> Frame[M]:
     """Reads what `encode`, or any protobuf library, wrote. The payload is a view, not a copy.
 
     Accepts and refuses exactly what protobuf does. Thread-safe. Raises: InvalidArgumentError."""
-    place = _payload_place(data)
+    # Copying little costs less than looking for it.
+    place = _payload_place(data) if len(data) > _SMALL else None
     try:
         if place is not None:
             field, start, stop = place

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver import codec
+from paramserver import codec, framing
 from paramserver.codec import chunks, framed, gradient_array, initial_array, pieces
 from paramserver.errors import InvalidArgumentError, NotFoundError
 from paramserver.framing import Frame, decode, encode
@@ -142,7 +142,10 @@ def test_arrays_survive_the_wire(seed: int, chunk_bytes: int) -> None:
         np.testing.assert_array_equal(flat, copy)
 
 
-def test_pieces_are_views_of_the_received_bytes(layout: Layout) -> None:
+def test_pieces_are_views_of_the_received_bytes(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(framing, "_SMALL", 0)
     wire = encode(
         framed(PushRequest(), next(chunks([(Range(0, 2, 5), np.arange(5, dtype="<f4"))])))
     )

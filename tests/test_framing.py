@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,15 @@ from paramserver.v1.parameter_pb2 import (
     PushPullResponse,
     PushRequest,
 )
+
+
+@pytest.fixture(autouse=True, scope="module", params=[0, framing._SMALL], ids=["walked", "small"])
+def small(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Everything holds for messages that are walked and for those small enough for protobuf."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(framing, "_SMALL", request.param)
+        yield request.param
+
 
 STREAMED: list[Any] = [
     PushRequest,
@@ -199,22 +209,22 @@ def test_a_payload_inside_a_group_is_not_the_payload() -> None:
     same_as_protobuf(PushRequest, wire)
 
 
-def test_the_payload_is_a_view_of_the_message() -> None:
+def test_the_payload_is_a_view_of_the_message(small: int) -> None:
     wire = encode(Frame(PushRequest(last=True), [np.arange(4, dtype="<f4")]))
     (payload,) = decode(PushRequest, wire).payload
     assert isinstance(payload, memoryview)
-    assert payload.obj is wire
+    assert (payload.obj is wire) is (len(wire) > small)
     assert payload.readonly
 
 
-def test_the_payload_is_found_before_and_after_other_fields() -> None:
+def test_the_payload_is_found_before_and_after_other_fields(small: int) -> None:
     payload = PushRequest(payload=b"12345678").SerializeToString()
     last = PushRequest(last=True).SerializeToString()
     for wire in (payload + last, last + payload, last + payload + varint(99 << 3) + b"\1"):
         frame = decode(PushRequest, wire)
         assert frame.message.last
         assert isinstance(frame.payload[0], memoryview)
-        assert frame.payload[0].obj is wire
+        assert (frame.payload[0].obj is wire) is (len(wire) > small)
         assert bytes(frame.payload[0]) == b"12345678"
 
 
