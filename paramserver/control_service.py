@@ -12,7 +12,8 @@ from paramserver import codec, convert, framing
 from paramserver.errors import InvalidArgumentError
 from paramserver.host import Host
 from paramserver.layout import Array, Range
-from paramserver.shard import Shard, Snapshot
+from paramserver.shard import Shard
+from paramserver.shard import Snapshot as Kept
 from paramserver.status import rpc_errors
 from paramserver.stewardship import Stewardship
 from paramserver.v1 import control_pb2 as pb
@@ -56,16 +57,23 @@ class ControlService:
         self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> pb.InitializeResponse:
         """See the contract."""
-        with rpc_errors(context, self._on_defect):
-            initialized, session = self._load(pb.InitializeRequest, requests, restore=False)
+        with (
+            rpc_errors(context, self._on_defect),
+            self._host.stream(context.cancel) as stream,
+        ):
+            messages = stream.reading(requests)
+            initialized, session = self._load(pb.InitializeRequest, messages, restore=False)
             return pb.InitializeResponse(initialized=initialized, session=session)
 
     def Restore(
         self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> pb.RestoreResponse:
         """See the contract."""
-        with rpc_errors(context, self._on_defect):
-            _, session = self._load(pb.RestoreRequest, requests, restore=True)
+        with (
+            rpc_errors(context, self._on_defect),
+            self._host.stream(context.cancel) as stream,
+        ):
+            _, session = self._load(pb.RestoreRequest, stream.reading(requests), restore=True)
             return pb.RestoreResponse(session=session)
 
     def _load(
@@ -121,16 +129,22 @@ class ControlService:
         self, request: pb.SnapshotRequest, context: grpc.ServicerContext
     ) -> Iterator[framing.Frame[pb.SnapshotResponse]]:
         """See the contract."""
-        with rpc_errors(context, self._on_defect):
+        with (
+            rpc_errors(context, self._on_defect),
+            self._host.stream(context.cancel) as stream,
+        ):
             self._check_chief(request.chief)
             with self._steward.snapshot(request.cut) as snapshot:
-                message = pb.SnapshotResponse(
-                    state=convert.state_to_proto(snapshot.state),
-                    layout=convert.layout_to_proto(snapshot.layout, snapshot.state.job.optimizer),
-                )
-                for chunk in codec.chunks(_all_parts(snapshot), self._chunk_bytes):
-                    yield codec.framed(message, chunk)
-                    message = pb.SnapshotResponse()
+                yield from stream.sending(self._frames(snapshot))
+
+    def _frames(self, kept: Kept) -> Iterator[framing.Frame[pb.SnapshotResponse]]:
+        message = pb.SnapshotResponse(
+            state=convert.state_to_proto(kept.state),
+            layout=convert.layout_to_proto(kept.layout, kept.state.job.optimizer),
+        )
+        for chunk in codec.chunks(_all_parts(kept), self._chunk_bytes):
+            yield codec.framed(message, chunk)
+            message = pb.SnapshotResponse()
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusResponse:
         """See the contract."""
@@ -213,7 +227,7 @@ def _status(shard: Shard, now: float) -> pb.StatusResponse:
     )
 
 
-def _all_parts(snapshot: Snapshot) -> Iterator[tuple[Range, Array]]:
+def _all_parts(snapshot: Kept) -> Iterator[tuple[Range, Array]]:
     """Every flat array of a snapshot, values before slots, group by group."""
     for (group, slot), array in sorted(snapshot.pin.arrays.items()):
         yield Range(group, 0, len(array), slot), array

@@ -223,8 +223,9 @@ def roster_to_proto(roster: Roster) -> job_pb2.Roster:
 
 
 def roster_from_proto(message: job_pb2.Roster) -> Roster:
-    """What ps:0 decided for all shards."""
-    return Roster(
+    """What ps:0 decided for all shards. Raises: InvalidArgumentError for what it cannot have
+    decided."""
+    roster = Roster(
         message.number,
         message.session,
         tuple(map(member_from_proto, message.members)),
@@ -238,6 +239,8 @@ def roster_from_proto(message: job_pb2.Roster) -> Roster:
         message.last_step,
         message.rounds,
     )
+    roster.check()
+    return roster
 
 
 class CarriesRoster(Protocol):

@@ -21,12 +21,12 @@ from paramserver.consistency import Gate
 from paramserver.errors import (
     DeadlineExceededError,
     NotInitializedError,
-    ResourceExhaustedError,
     UnavailableError,
 )
 from paramserver.layout import Limits
 from paramserver.membership import Departure, Roster
 from paramserver.shard import Shard
+from paramserver.streams import Stream, Streams
 
 _log = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ class Host:
         self.job_done = ""
         #: What waiting pulls wait for, and since when, by thread.
         self.waits: dict[int, tuple[str, float]] = {}
-        #: Long-lived streams by thread: whose, and how to end them.
-        self.streams: dict[int, tuple[Key, Callable[[], object]]] = {}
+        #: The streaming calls that are open.
+        self.streams = Streams(settings.max_workers)
         self._clock = clock
         # Woken when the ticker may have to wake earlier than it meant to.
         self._timer = threading.Condition(self._lock)
@@ -154,7 +154,7 @@ class Host:
             self.adopt_for(shard, roster)
             was_member = shard.roster.has(member)
             shard.leave(member, reason, self.now())
-            self._end_streams_of_the_gone(shard)
+            self.streams.end_of(shard.roster.has)
             self.check_finished()
             self.changed.notify_all()
         if was_member:
@@ -177,7 +177,7 @@ class Host:
     def adopt_for(self, shard: Shard, roster: Roster | None) -> None:
         """The same for a call that is about to ask this shard. Called with the lock held."""
         if roster and shard.adopt(roster):
-            self._end_streams_of_the_gone(shard)
+            self.streams.end_of(shard.roster.has)
             self.check_finished()
             self.changed.notify_all()
 
@@ -202,30 +202,21 @@ class Host:
             self.changed.notify_all()
 
     @contextmanager
-    def stream(self, member: Key, cancel: Callable[[], object]) -> Iterator[None]:
-        """Registers a long-lived stream: it is cancelled when its worker's lease ends, or on
-        closing.
+    def stream(self, cancel: Callable[[], object], long_lived: bool = False) -> Iterator[Stream]:
+        """Around a streaming call: `cancel` ends it if its client stalls for a lease, if the worker
+        it belongs to is dropped, or (a long-lived one) on closing.
 
-        Raises: ResourceExhaustedError if there are too many."""
-        token = threading.get_ident()
+        Raises: ResourceExhaustedError if there are too many; UnavailableError when closing."""
+        stream = Stream(cancel, self._clock, long_lived)
         with self._lock:
             if self.closing:
                 raise UnavailableError(self.closing)
-            if len(self.streams) >= self.settings.max_workers:
-                raise ResourceExhaustedError(
-                    f"{len(self.streams)} streams are open here already; the limit is --max-workers"
-                )
-            self.streams[token] = (member, cancel)
+            self.streams.add(stream)
         try:
-            yield
+            yield stream
         finally:
             with self._lock:
-                self.streams.pop(token, None)
-
-    def _end_streams_of_the_gone(self, shard: Shard) -> None:
-        for member, cancel in self.streams.values():
-            if not shard.roster.has(member):
-                cancel()
+                self.streams.remove(stream)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -241,8 +232,7 @@ class Host:
         with self.changed:
             if not self.closing:
                 self.closing = reason
-                for _, cancel in self.streams.values():
-                    cancel()
+                self.streams.end_all(long_lived_only=True)
             self.rethink()
 
     def check_finished(self) -> None:
@@ -300,12 +290,13 @@ class Host:
     def _tick(self, now: float) -> list[Departure]:
         for look in self._on_tick:
             look(now)
+        self.streams.end_stalled(now, self.settings.lease_s)
         if not self.shard:
             return []
         number, due = self.shard.roster.number, self.shard.next_deadline()
         dropped = self.shard.tick(now)
         if self.shard.roster.number != number:
-            self._end_streams_of_the_gone(self.shard)
+            self.streams.end_of(self.shard.roster.has)
             self.check_finished()
         if self.shard.roster.number != number or (due is not None and due <= now):
             # Also if it was only a hold that ended: pushes wait for that.

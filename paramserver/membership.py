@@ -18,6 +18,9 @@ from paramserver.errors import AlreadyExistsError, InvalidArgumentError, LeaseLo
 #: cannot list what they had cut off.
 KEPT_DEPARTURES = 256
 
+#: Counters stay below this, so that counting on never leaves 64 bits.
+MOST = 1 << 62
+
 _WORKER = re.compile(r"([a-z][a-z0-9_\-]{0,31}):(\d{1,6})")
 
 
@@ -77,6 +80,26 @@ class Roster:
     last_pushes: tuple[LastPush, ...] = ()
     last_step: int = 0
     rounds: int = 0
+
+    def check(self) -> None:
+        """Refuses what ps:0 cannot have decided, before any of it is adopted.
+
+        Raises: InvalidArgumentError."""
+        names = [m.worker for m in self.members]
+        for worker in (*names, *(d.worker for d in self.departed)):
+            worker_order(worker)
+        if len(set(names)) < len(names):
+            raise InvalidArgumentError("the roster names a worker twice")
+        numbers = (
+            self.number,
+            self.last_step,
+            self.rounds,
+            *(m.clock for m in self.members),
+            *(d.sequence for d in self.departed),
+            *(p.sequence for p in self.last_pushes),
+        )
+        if not all(0 <= number <= MOST for number in numbers):
+            raise InvalidArgumentError(f"the roster has a number outside 0 to {MOST}")
 
     def has(self, key: tuple[str, int]) -> bool:
         """Whether this life of a worker is a member."""

@@ -18,6 +18,7 @@ from paramserver.control_service import ControlService
 from paramserver.errors import ConfigError
 from paramserver.host import Host, HostSettings
 from paramserver.service import ParameterService
+from paramserver.streams import Streams
 
 #: Threads beside those for waiting calls and streams: for calls that never wait.
 RESERVE_THREADS = 16
@@ -46,8 +47,8 @@ class Server:
         settings = settings or HostSettings()
         chunk_bytes = codec.chunk_bytes(max_message_bytes)
         listening = Address.listening(host, port)
-        # A waiting pull and a stream hold a thread each; the rest is for everybody else.
-        threads = 2 * settings.max_workers + RESERVE_THREADS
+        # Streaming calls hold a thread each; the rest is for calls that never wait.
+        threads = Streams.threads(settings.max_workers) + RESERVE_THREADS
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ps-call")
         self._server = grpc.server(
             self._pool,

@@ -22,6 +22,7 @@ from paramserver.push_pull import PushPull
 from paramserver.read_ahead import read_ahead
 from paramserver.shard import View
 from paramserver.status import rpc_errors
+from paramserver.streams import Stream
 from paramserver.v1 import job_pb2
 from paramserver.v1 import parameter_pb2 as pb
 
@@ -53,9 +54,13 @@ class ParameterService:
 
     def Push(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> pb.PushResponse:
         """See the contract."""
-        with rpc_errors(context, self._on_defect):
-            first = _first(pb.PushRequest, requests)
-            result = self._push(first, requests, context)
+        with (
+            rpc_errors(context, self._on_defect),
+            self._host.stream(context.cancel) as stream,
+        ):
+            messages = stream.reading(requests)
+            first = _first(pb.PushRequest, messages)
+            result = self._push(first, messages, stream)
             return pb.PushResponse(
                 result=convert.push_result_to_proto(result),
                 roster=self._news(first.message.header.caller),
@@ -65,7 +70,7 @@ class ParameterService:
         self,
         first: framing.Frame[Request],
         requests: Iterator[bytes],
-        context: grpc.ServicerContext,
+        stream: Stream,
     ) -> PushResult:
         """Takes one push off a stream, to its last message, and sees it applied."""
         cls = type(first.message)
@@ -73,6 +78,7 @@ class ParameterService:
         outcome = self._data.begin_push(
             convert.push_header_from_proto(header), convert.roster_in(header.caller)
         )
+        stream.member = header.caller.worker, header.caller.incarnation
         if isinstance(outcome, PushResult):
             # Nothing of the gradient is needed, but the next turn of a stream begins behind it.
             for _ in _rest(cls, first, requests):
@@ -94,18 +100,26 @@ class ParameterService:
         self, request: pb.PullRequest, context: grpc.ServicerContext
     ) -> Iterator[framing.Frame[pb.PullResponse]]:
         """See the contract."""
-        with rpc_errors(context, self._on_defect):
+        with (
+            rpc_errors(context, self._on_defect),
+            self._host.stream(context.cancel) as stream,
+        ):
             if request.caller.HasField("roster"):
                 self._host.adopt(convert.roster_from_proto(request.caller.roster))
             context.add_callback(self._host.wake)
-            known = request.caller.known_roster
-            outcome = yield from self._wait(
-                pb.PullResponse, request.caller, request.options, known, context
+            yield from stream.sending(self._pull(request, context))
+
+    def _pull(
+        self, request: pb.PullRequest, context: grpc.ServicerContext
+    ) -> Iterator[framing.Frame[pb.PullResponse]]:
+        caller, options = request.caller, request.options
+        outcome = yield from self._wait(
+            pb.PullResponse, caller, options, caller.known_roster, context
+        )
+        if outcome:
+            yield from self._answer(
+                pb.PullResponse(), outcome, caller, options, caller.known_roster
             )
-            if outcome:
-                yield from self._answer(
-                    pb.PullResponse(), outcome, request.caller, request.options, known
-                )
 
     def _look(
         self,
@@ -180,26 +194,21 @@ class ParameterService:
         self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[framing.Frame[pb.PushPullResponse]]:
         """See the contract. The stream is its worker's for as long as that is a member."""
-        with rpc_errors(context, self._on_defect):
-            data = next(requests, None)
-            if data is None:
-                return
-            first = _opening(pb.PushPullRequest, data)
-            caller = first.message.header.caller
+        with (
+            rpc_errors(context, self._on_defect),
+            self._host.stream(context.cancel, long_lived=True) as stream,
+        ):
             context.add_callback(self._host.wake)
-            member = caller.worker, caller.incarnation
-            with self._host.stream(member, context.cancel):
-                yield from self._turns(first, requests, context)
+            yield from stream.sending(self._turns(stream.reading(requests), stream, context))
 
     def _turns(
-        self,
-        first: framing.Frame[pb.PushPullRequest],
-        requests: Iterator[bytes],
-        context: grpc.ServicerContext,
+        self, requests: Iterator[bytes], stream: Stream, context: grpc.ServicerContext
     ) -> Iterator[framing.Frame[pb.PushPullResponse]]:
-        while True:
+        for data in requests:
+            stream.at_rest = False
+            first = _opening(pb.PushPullRequest, data)
             caller, options = first.message.header.caller, first.message.options
-            result = self._push(first, requests, context)
+            result = self._push(first, requests, stream)
             known = caller.known_roster
             head = pb.PushPullResponse(result=convert.push_result_to_proto(result))
             # If the pull need not wait, one message carries both halves' answers.
@@ -221,10 +230,7 @@ class ParameterService:
                     return
                 view = waited
             yield from self._answer(head, view, caller, options, known)
-            data = next(requests, None)
-            if data is None:
-                return
-            first = _opening(pb.PushPullRequest, data)
+            stream.at_rest = True
 
     # -- membership ----------------------------------------------------------------------------
 

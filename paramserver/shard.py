@@ -605,6 +605,9 @@ class Shard:
             if not self._round_begun and self.rounds >= furthest:
                 break
             self._close_round(())
+            # Nobody was in the rounds that follow, up to where somebody counts from: one step.
+            bounds = [furthest, *self._clocks.values(), *([agreed] if self._hold else [])]
+            self.rounds = max(self.rounds, min(bounds))
 
     def _may_close(self) -> bool:
         held = self._hold is not None and not self._hold.closes(self.rounds)

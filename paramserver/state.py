@@ -16,7 +16,7 @@ from paramserver.cut_off import CutOffStep
 from paramserver.errors import InvalidArgumentError
 from paramserver.job import Job
 from paramserver.layout import Array, Coverage, Layout, Limits, Range, Variable, check_finite, plan
-from paramserver.membership import Member
+from paramserver.membership import MOST, Member, worker_order
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,21 @@ class ShardState:
             raise InvalidArgumentError("session must be a random non-zero id")
         if not 0 <= self.index < self.count <= 1 << 16:
             raise InvalidArgumentError(f"shard {self.index} of {self.count} cannot be")
-        if min(self.version, self.global_step, self.rounds) < 0:
-            raise InvalidArgumentError("version, global_step and rounds must not be negative")
+        counters = (
+            self.version,
+            self.global_step,
+            self.rounds,
+            *(r.sequence for r in self.remembered),
+            *(r.clock for r in self.remembered),
+            *(m.clock for m in self.members),
+            *(v.updates for v in self.variables),
+        )
+        if not all(0 <= counter <= MOST for counter in counters):
+            raise InvalidArgumentError(
+                f"version, global_step, rounds and the like must be between 0 and {MOST}"
+            )
+        for worker in (*(r.worker for r in self.remembered), *(m.worker for m in self.members)):
+            worker_order(worker)
 
 
 @dataclass

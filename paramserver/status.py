@@ -140,6 +140,10 @@ def _from_status(
             return UnavailableError(f"{verb} {peer}: {reason(error)}")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceededError(f"no answer from {peer} in time")
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if "Concurrent RPC limit" in details:
+            return ResourceExhaustedError(
+                f"too many calls at once at {peer}; its --max-workers raises the limit"
+            )
         case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in details:
             # Not to be repeated: sending it again would not make it smaller.
             return InvalidArgumentError(f"a message to or from {peer} is over the limit: {details}")

@@ -91,8 +91,7 @@ class Stewardship:
             self._host.job_done = ""
             if old:
                 old.superseded = True
-                for _, cancel in self._host.streams.values():
-                    cancel()
+                self._host.streams.end_all(long_lived_only=True)
             self._host.rethink()
         _log.info(
             "event=%s shard=%d/%d variables=%d step=%d",

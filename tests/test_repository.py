@@ -68,7 +68,8 @@ LAYERS = (
     ),
     Layer(
         "server",
-        "paramserver.host paramserver.push_pull paramserver.stewardship paramserver.service "
+        "paramserver.streams paramserver.host paramserver.push_pull paramserver.stewardship "
+        "paramserver.service "
         "paramserver.control_service paramserver.server",
         below="core shard contract wire",
         outside="numpy grpc google",

@@ -539,7 +539,7 @@ def test_an_empty_server_says_so(empty: Standard) -> None:
         ("INVALID_ARGUMENT", "shard 1 of 1 cannot be", {"state": state([], shard_index=1)}),
         ("INVALID_ARGUMENT", "shard -1 of 1 cannot be", {"state": state([], shard_index=-1)}),
         ("INVALID_ARGUMENT", "shard 0 of 2147483647", {"state": state([], shard_count=2**31 - 1)}),
-        ("INVALID_ARGUMENT", "must not be negative", {"state": state([], version=-1)}),
+        ("INVALID_ARGUMENT", "must be between 0 and", {"state": state([], version=-1)}),
         ("INVALID_ARGUMENT", "mode number 0 is unknown; choose sync, ssp or async",
          {"state": state([], job=job_pb2.Job(optimizer=SGD))}),
         ("INVALID_ARGUMENT", "sync needs workers >= 1", {"state": state([], job=job_pb2.Job(

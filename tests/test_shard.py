@@ -1106,8 +1106,8 @@ def test_a_restored_shard_lists_what_its_checkpoint_came_in_between() -> None:
         ({"index": 2}, "shard 2 of 2 cannot be"),
         ({"index": -1}, "shard -1 of 2"),
         ({"count": 70_000}, "of 70000 cannot be"),
-        ({"version": -1}, "must not be negative"),
-        ({"rounds": -1}, "must not be negative"),
+        ({"version": -1}, "must be between 0 and"),
+        ({"rounds": -1}, "must be between 0 and"),
     ],
 )
 def test_a_state_checks_itself(facts: dict[str, Any], message: str) -> None:
