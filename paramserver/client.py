@@ -37,8 +37,8 @@ from paramserver.errors import (
     ParamServerError,
 )
 from paramserver.exchange import Exchange, Parts
+from paramserver.gradients import pack
 from paramserver.job import Job
-from paramserver.layout import Range, check_finite
 from paramserver.link import Link
 from paramserver.membership import worker_order
 from paramserver.optimizers import SGD, Optimizer
@@ -266,19 +266,11 @@ class Client:
             raise InvalidArgumentError(
                 f"gradients must be a mapping of name to array, not {type(grads).__name__}"
             )
-        parts: list[Parts] = [[] for _ in self._conn.links]
-        for name, value in grads.items():
-            link = self._conn.link_of(name)
-            variable = link.layout[name]
-            array = codec.gradient_array(name, value, variable)
-            if not variable.size:
-                continue
-            piece = Range(variable.group, variable.offset, variable.size)
-            check_finite(link.layout, piece, array)
-            parts[link.index or 0].append((piece, array))
-        for own in parts:
-            own.sort(key=lambda part: (part[0].group, part[0].offset))
-        return parts
+        packed = [pack(link.layout, grads) for link in self._conn.links]
+        if sum(found for _, found in packed) < len(grads):
+            for name in grads:
+                self._conn.link_of(name)  # raises NotFoundError for the one that nobody has
+        return [parts for parts, _ in packed]
 
     def _use_ticket(self, params: Params | None, deadline: float) -> Ticket | PushResult:
         """The right to push one step, spent by this call; if the job is over, the push's refusal.

@@ -99,12 +99,18 @@ class Layout:
     fingerprint: bytes
     _by_name: Mapping[str, Variable] = field(repr=False, compare=False, default_factory=dict)
     _starts: tuple[tuple[int, ...], ...] = field(repr=False, compare=False, default=())
-    _order: tuple[tuple[Variable, ...], ...] = field(repr=False, compare=False, default=())
+    #: The variables of each group as they lie in it; those without elements lie nowhere.
+    order: tuple[tuple[Variable, ...], ...] = field(repr=False, compare=False, default=())
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of all values, which is what a whole gradient has."""
         return sum(group.size * DTYPES[group.dtype].itemsize for group in self.groups)
+
+    @cached_property
+    def empty(self) -> tuple[Variable, ...]:
+        """The variables without elements."""
+        return tuple(v for v in self.variables if not v.size)
 
     def __getitem__(self, name: str) -> Variable:
         """The variable called `name`. Raises: NotFoundError."""
@@ -120,7 +126,7 @@ class Layout:
 
     def at(self, group: int, element: int) -> Variable:
         """The (non-empty) variable that holds `element` of `group`."""
-        return self._order[group][bisect_right(self._starts[group], element) - 1]
+        return self.order[group][bisect_right(self._starts[group], element) - 1]
 
     def check(self, piece: Range, slots: int = 0) -> None:
         """Refuses a range that is not inside this layout. Raises: InvalidArgumentError."""
@@ -134,8 +140,15 @@ class Layout:
         if piece.offset < 0 or piece.count < 0 or piece.offset + piece.count > size:
             raise InvalidArgumentError(
                 f"range [{piece.offset}, {piece.offset + piece.count}) is outside group "
-                f"{piece.group} of {size} elements"
+                f"{piece.group} of {size} elements{self.near(piece)}"
             )
+
+    def near(self, piece: Range) -> str:
+        """Where a range begins, or the nearest to it, for a message: " (variable 'w')"."""
+        size = self.groups[piece.group].size
+        if not size:
+            return ""
+        return f" (variable {self.at(piece.group, min(max(piece.offset, 0), size - 1)).name!r})"
 
     def ranges(self, names: Sequence[str] = ()) -> list[Range]:
         """The ranges that hold `names` (all, if empty), neighbours merged, in layout order.

@@ -53,6 +53,7 @@ LAYERS = (
     Layer(
         "wire",
         "paramserver.allocation paramserver.framing paramserver.codec paramserver.convert "
+        "paramserver.gradients "
         "paramserver.params "
         "paramserver.transfer paramserver.transport paramserver.status paramserver.retry "
         "paramserver.read_ahead",
