@@ -250,7 +250,8 @@ class Client:
         """`push` and the next waiting `pull` in one round trip, on a stream that stays open.
 
         The push's result is `client.last_result`. `meanwhile` is called while the two are on their
-        way: to prepare the next batch, say. Raises what the two raise."""
+        way: to prepare the next batch, say; it must not write into the gradients. Raises what the
+        two raise."""
         with self._call():
             deadline = until(timeout)
             self._enter(deadline)

@@ -1,4 +1,5 @@
-"""Packing gradients: the same elements at the same places, whatever their number, order and kind."""
+"""Packing gradients: the same elements at the same places, whatever their number, order and
+kind."""
 
 from __future__ import annotations
 
