@@ -204,6 +204,16 @@ class Starter:
 
     def _restore(self, checkpoint: Checkpoint, shards: int, running: bool) -> Started:
         """All shards go back to a checkpoint, in a new session."""
+        try:
+            return self._restored(checkpoint, shards, running)
+        except CheckpointError as error:
+            if str(checkpoint.path) in str(error):
+                raise
+            raise CheckpointError(
+                f"{checkpoint.path}: {error}; move that folder away to go back to the one before"
+            ) from error
+
+    def _restored(self, checkpoint: Checkpoint, shards: int, running: bool) -> Started:
         found = assemble.variables_of(checkpoint)
         if difference := compare_models(found, self._variables, "in the checkpoint"):
             raise CheckpointError(

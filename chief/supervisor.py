@@ -32,6 +32,9 @@ from paramserver.survey import Status
 
 _log = logging.getLogger(__name__)
 
+#: A job that does not move is explained this often, in seconds.
+SAY_EVERY_S = 8.0
+
 #: A save is begun this long before its step is there, so that it is cut exactly there, in seconds.
 AHEAD_S = 0.2
 
@@ -76,6 +79,9 @@ class Supervisor:
         # How long the last look took, in seconds.
         self._look_s = 0.0
         self._said = ("", 0.0)
+        # The step at which the job was last seen to move, and when; when its rest was last told.
+        self._moved = (-1, clock())
+        self._idle_said = -math.inf
 
     @property
     def job(self) -> Job:
@@ -132,6 +138,7 @@ class Supervisor:
         self._pace.saw(self.step, len(head.workers), now)
         self._seen.update(worker.worker for worker in head.workers)
         self._seen.update(gone.worker for gone in head.roster.departed)
+        self._say_if_idle(head, now)
         last = self.job.last_step
         steps = last - self.step if last else 1 << 62
         if steps <= 0:
@@ -143,6 +150,15 @@ class Supervisor:
             steps = min(steps, max(0, self._saver.next_step() - self.step) or steps)
         self._stop.wait(self._pace.delay(steps, now, self._look_s))
         return False
+
+    def _say_if_idle(self, head: Status, now: float) -> None:
+        """A line every few seconds while the job does not move, with what it waits for."""
+        if self.step != self._moved[0]:
+            self._moved = self.step, now
+        elif now - max(self._moved[1], self._idle_said) >= SAY_EVERY_S:
+            self._idle_said = now
+            why = "; ".join(head.waiting) or f"{len(head.workers)} workers take part, none pushes"
+            _log.info("event=waiting step=%d reason=%r", self.step, why)
 
     def _look(self) -> list[Status]:
         """The shards' status in order, the job brought back first if need be. Empty: all is done,

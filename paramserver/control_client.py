@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -37,7 +39,7 @@ from paramserver.layout import (
     model_fingerprint,
 )
 from paramserver.placement import place
-from paramserver.retry import RETRYABLE, Retry
+from paramserver.retry import RETRYABLE, Retry, backoff
 from paramserver.state import ShardState
 from paramserver.status import call_errors
 from paramserver.survey import Status, check_model, how_far
@@ -231,8 +233,7 @@ class ControlClient:
             Variable(name, array.dtype.name, array.shape) for name, array in arrays.items()
         ]
         check_values(variables, arrays)
-        statuses = self.survey()
-        self.claim()
+        statuses = self._claimed_unless_there()
         model = model_fingerprint(variables)
         job = Job(job.consistency, job.optimizer, job.last_step, model, job.settings)
         match how_far(statuses):
@@ -255,6 +256,23 @@ class ControlClient:
         ]
         self.load(shards, restore=any(status.initialized for status in statuses))
         return True
+
+    def _claimed_unless_there(self) -> list[Status]:
+        """What the shards hold, seen as chief; or without a claim, if they hold a job already.
+
+        While somebody else is chief that one may be bringing it: it is waited for.
+        Raises: PermissionDeniedError if it brings nothing."""
+        delays = backoff(0.02, 0.5, random.Random())
+        give_up = time.monotonic() + self.connect_timeout
+        while how_far(statuses := self.survey()) != "whole":
+            try:
+                self.claim()
+                return self.survey()
+            except PermissionDeniedError as error:
+                self._on_wait(f"waiting for the shards to be initialised ({error})")
+                if time.monotonic() > give_up or self._closing.wait(next(delays)):
+                    raise
+        return statuses
 
     def load(self, shards: Sequence[ShardArrays], restore: bool) -> None:
         """Gives every shard its state, ps:0 last: until then no shard accepts joins.

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
@@ -112,9 +114,28 @@ class Server:
 def _bind(server: grpc.Server, address: Address) -> int:
     """Listens; the port. Raises: ConfigError that names port and host."""
     try:
+        _check_free(address)
         return server.add_insecure_port(str(address))
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise ConfigError(
             f"cannot listen on {address}: the port is taken, or the host is not this machine's; "
             "give another --port or --host"
         ) from error
+
+
+def _check_free(address: Address) -> None:
+    """Refuses a name of which one address is taken: gRPC would listen on the others, and two
+    servers would share it. Raises: OSError."""
+    if not address.port:
+        return
+    for family, kind, protocol, _, where in socket.getaddrinfo(
+        address.host, address.port, type=socket.SOCK_STREAM
+    ):
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(where)
+            except OSError as error:
+                # Not an address of this machine (no IPv6, say): gRPC does without it, too.
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise

@@ -197,18 +197,22 @@ class Shard:
     def join(self, member: Key, now: float) -> int:
         """ps:0: makes a worker a member and answers the clock it counts from. Repeatable.
 
-        Raises: AlreadyExistsError while another life of it is alive; FailedPreconditionError
-        elsewhere than at ps:0."""
+        Raises: AlreadyExistsError while another life of it is alive; LeaseLostError for one that
+        is over; FailedPreconditionError elsewhere than at ps:0."""
         worker_order(member[0])
         if not self.leads:
             raise FailedPreconditionError(f"ps:{self.state.index} takes no members; join at ps:0")
         if not member[1]:
             raise InvalidArgumentError(f"{member[0]} has no incarnation; choose a random id")
+        if any(gone.key == member for gone in self.roster.departed):
+            # Its steps are weighed and listed: a life that has ended must not go on.
+            raise LeaseLostError(f"this life of {member[0]} is over; join with a new incarnation")
         if self.membership.join(member, now):
             clock = self.job.consistency.start_clock(self._progress())
             self._forget(member[0])
             self._enter(Member(*member, clock))
-            self._opening.saw(member[0])
+            if not self._start.open:
+                self._opening.saw(member[0])
             self._renew_roster()
             self.tick(now)
         return self._members[member[0]].clock

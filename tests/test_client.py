@@ -920,3 +920,13 @@ def test_a_forked_child_is_told_to_make_its_own(cluster: MakeCluster) -> None:
     )
     assert client.push(ONES).applied
     assert values(client.pull()) == [-0.5] * 4
+
+
+def test_many_who_initialise_the_same_model_at_once_agree(cluster: MakeCluster) -> None:
+    """One does it, the others find it there: none is refused because another is at it."""
+    job = cluster(2)
+    variables = {"v": np.zeros(2, np.float32), "w": np.zeros(4, np.float32)}
+    clients = [job.client(f"worker:{i}") for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        did = list(pool.map(lambda client: client.initialize(variables), clients))
+    assert sorted(did) == [False, False, False, True]

@@ -406,3 +406,10 @@ def test_nothing_grows(processes: Processes, background: Background) -> None:
         assert after[2] <= before[2] + 4
     with ps.Client(address, connect_timeout=10) as client:
         assert client.pull(wait=False).version == (4 + 12) * 80 + 8 + 80
+
+
+def test_a_name_of_which_one_address_is_taken_is_refused() -> None:
+    with ps.Server(port=0, host="127.0.0.1") as first:
+        port = int(first.address.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=f"cannot listen on localhost:{port}"):
+            ps.Server(port=port, host="localhost")

@@ -1152,3 +1152,12 @@ def test_a_group_without_slots_starts_with_fresh_ones_and_counts_its_updates_ane
     assert [a[0] for a in arrays[0]] == [7, 7, 7] and [a[0] for a in arrays[1]] == [7, 0, 0]
     layout, _ = loading(SGD(), *WHOLE).finish()
     assert [group.updates for group in layout.groups] == [5, 5]
+
+
+def test_a_life_that_is_over_does_not_join_again() -> None:
+    """Else its second end would be taken for the first one, and a cut-off step not be listed."""
+    shard = shard_of(Async(), A, B)
+    shard.leave(A, "left", 0.0)
+    with pytest.raises(LeaseLostError, match="this life of worker:0 is over"):
+        shard.join(A, 0.0)
+    assert shard.join((A[0], 99), 0.0) == 0
