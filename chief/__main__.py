@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -32,6 +32,9 @@ from worker.data import load_data
 from worker.models import load_model
 
 _log = logging.getLogger("chief")
+
+#: How long a signal may go unheard, in seconds.
+SIGNAL_S = 0.5
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,8 +80,11 @@ def supervise(args: argparse.Namespace) -> int:
     signals = _on_signals(supervisor)
     # In a thread of its own: while gRPC waits, the main thread would not hear of a signal.
     with ThreadPoolExecutor(1, thread_name_prefix="chief") as pool:
-        over = pool.submit(_be_chief, control, supervisor).result()
-    if over:
+        chief = pool.submit(_be_chief, control, supervisor)
+        # Woken now and then: a signal that another thread gets does not end an untimed wait.
+        while not wait((chief,), SIGNAL_S).done:
+            pass
+    if chief.result():
         return 0
     _log.warning("event=stop signal=%s: the job goes on without a chief", signals[0].name)
     return 128 + signals[0]

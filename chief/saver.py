@@ -95,6 +95,8 @@ class Saver:
         """Whether a job at `step` is to be saved now."""
         if step == self.saved_step or not self.ready:
             return False
+        if self.saved_step < 0:
+            return True  # adopted: the newest checkpoint may be far behind
         by_time = 0 < self._settings.save_secs <= self._clock() - self._since
         return by_time or 0 < self.next_step() <= step
 

@@ -221,7 +221,7 @@ class Starter:
                 "it was made with, or another --checkpoint-dir to start afresh"
             )
         kept = assemble.keeps_slots(checkpoint, self.job)
-        if not kept and any(saved.slots for saved in checkpoint.variables.values()):
+        if not kept or assemble.optimizer_of(checkpoint) != self.job.optimizer.kind:
             _log.warning(
                 "event=fresh-slots optimizer=%s before=%s: weights are kept, slots start afresh",
                 self.job.optimizer.kind,

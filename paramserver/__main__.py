@@ -24,6 +24,9 @@ from paramserver.server import Server
 
 _log = logging.getLogger("paramserver")
 
+#: How long a signal may go unheard, in seconds.
+SIGNAL_S = 0.5
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -134,7 +137,9 @@ def serve(args: argparse.Namespace) -> int:
     ):
         threading.Thread(target=_forward, args=(event, reason, why, end), daemon=True).start()
     print(f"ps serving on {server.address}", flush=True)
-    end.wait()
+    # Woken now and then: a signal that another thread gets does not end an untimed wait.
+    while not end.wait(SIGNAL_S):
+        pass
     _log.info("event=stop reason=%r", why[0])
     server.stop(f"the parameter server is shutting down ({why[0]})")
     return 70 if server.defect else 0

@@ -92,7 +92,10 @@ class Connection:
                         answer = link.join(pb.Caller(), min(CALL_S, left(deadline)))
                         break
                     except NotInitializedError as error:
-                        empty = UnavailableError("not initialised yet: no chief, no worker 0")
+                        empty = UnavailableError(
+                            f"{link.peer} holds no variables: no chief and no worker 0 has been "
+                            "there; start one, or check --ps"
+                        )
                         empty.__cause__ = error
                         retry = self.pause(retry, link, empty, deadline)
                     except RETRYABLE as error:
@@ -225,7 +228,7 @@ class Connection:
         """Tells what is waited for: when it changes, and every few seconds."""
         before, since = self._waited
         now = time.monotonic()
-        if line != before or now - since > 9.0:
+        if line != before or now - since > 4.0:
             self._waited = line, now
             self._on_wait(line)
 
@@ -265,6 +268,8 @@ class Connection:
         self, retry: Retry | None, link: Link, error: ParamServerError, deadline: float
     ) -> Retry:
         """Waits before another attempt. Raises: `error` when there is none."""
+        if self.closing.is_set():
+            raise error
         link.told = NOTHING
         if retry is None:
             retry = Retry(

@@ -129,7 +129,7 @@ def test_signals_while_it_waits(processes: Processes) -> None:
         ("--ps localhost:1 --model softmax", ["softmax", "regression"]),
         ("--ps localhost:1 --workers 0", ["--workers"]),
         ("--ps localhost:1 --connect-timeout -1", ["--connect-timeout"]),
-        ("--ps localhost:1 --optimizer lion", ["lion"]),
+        ("--ps localhost:1 --optimizer nosuch", ["nosuch", "adam"]),
         ("--ps localhost:1 --keep 3", ["--checkpoint-dir"]),
     ],
 )

@@ -387,7 +387,7 @@ def test_another_optimizer_starts_with_fresh_slots(
     rules: list[tuple[ps.optimizers.Optimizer, list[int], bool]] = [
         (ps.optimizers.Adam(0.1), [3, 3], False),
         (ps.optimizers.SGD(0.1), [3, 3], True),
-        (ps.optimizers.Momentum(0.1), [3, 3], False),  # SGD left no slots to lose
+        (ps.optimizers.Momentum(0.1), [3, 3], True),
         (ps.optimizers.Adam(0.1), [3, 3], True),
         (ps.optimizers.Adam(0.25), [6, 6], False),
     ]

@@ -328,13 +328,13 @@ def cable(port: int) -> Iterator[tuple[int, threading.Event]]:
 
 def test_a_silent_network_is_noticed() -> None:
     """Neither side hears anything: the call ends on the client, and on the server."""
-    ended = threading.Event()
+    begun, ended = threading.Event(), threading.Event()
     servicer = Framed()
 
     def push(requests: Iterator[bytes], context: grpc.ServicerContext) -> Any:
         context.add_callback(ended.set)
         for _ in requests:
-            pass
+            begun.set()
         return parameter_pb2.PushResponse()
 
     servicer.Push = push  # type: ignore[method-assign]
@@ -351,7 +351,7 @@ def test_a_silent_network_is_noticed() -> None:
         make_channel(f"127.0.0.1:{near}", keepalive_s=0.3) as channel,
     ):
         call = ParameterStub(channel).Push.future(requests(), timeout=30)
-        assert sent.wait(10)
+        assert sent.wait(10) and begun.wait(10)
         cut.set()
         with pytest.raises(UnavailableError, match="does not answer"), call_errors("ps"):
             call.result(20)

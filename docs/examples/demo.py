@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -153,6 +154,10 @@ class Watch:
         print(text, end=end, file=self._out, flush=True)
 
 
+def _leave(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo. The exit code."""
     parser = argparse.ArgumentParser(description="A whole job on this machine.", allow_abbrev=False)
@@ -166,6 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (folder / "ckpt").exists():
         parser.error(f"--folder {folder}: there is a job in it already; choose another")
     folder.mkdir(parents=True, exist_ok=True)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)  # through the `with` block, which ends the processes
     try:
         dataset = load_data("diabetes")
         with Children(folder) as children:

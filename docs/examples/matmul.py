@@ -4,8 +4,9 @@
     python docs/examples/matmul.py --job_name worker --task_index 0    # the chief
     python docs/examples/matmul.py --job_name worker --task_index 1
 
-Nothing is learned: each worker pulls `x` and `w` and multiplies them, until the job's global_step
-is 200. The parameter server stays until you press Ctrl-C.
+Nothing is learned: each worker pulls `x` and `w` and multiplies them, until it sees the job's
+global_step at 200 (a step that another has under way then still counts, as in TensorFlow). The
+parameter server stays until you press Ctrl-C.
 """
 
 from __future__ import annotations
