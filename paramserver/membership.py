@@ -21,7 +21,8 @@ KEPT_DEPARTURES = 256
 #: Counters stay below this, so that counting on never leaves 64 bits.
 MOST = 1 << 62
 
-_WORKER = re.compile(r"([a-z][a-z0-9_\-]{0,31}):(\d{1,6})")
+# One spelling for one index: no leading zeros, no other digits.
+_WORKER = re.compile(r"([a-z][a-z0-9_\-]{0,31}):(0|[1-9][0-9]{0,5})")
 
 
 @dataclass(frozen=True)
