@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from paramserver import consistency, optimizers
+from paramserver import consistency, optimizers, schedules
 from paramserver.consistency import Consistency
 from paramserver.errors import ConfigError
 from paramserver.job import Job
@@ -46,7 +46,13 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(RULES)} (default {DEFAULT_OPTIMIZER}); restored with another kind,"
         " the weights are kept and its slots start afresh",
     )
-    job("--learning-rate", type=float, metavar="R", help="(default: the optimizer's own)")
+    job(
+        "--learning-rate",
+        metavar="R",
+        help="a number, or a schedule: KIND:RATE:STEPS..., such as cosine:0.1:1000 or, in turn,"
+        f" warmup:0.1:100,cosine:0.1:900; kinds: {', '.join(schedules.KINDS)} (default: the"
+        " optimizer's own)",
+    )
     job(
         "--optimizer-arg",
         action="append",
@@ -167,7 +173,7 @@ def differences(args: argparse.Namespace, job: Job, workers: int) -> list[str]:
     """One line for each flag that was given and says otherwise than the running job.
 
     `workers` is compared if --workers was given. Raises: ConfigError for an --optimizer-arg that is
-    no NAME=VALUE."""
+    no NAME=VALUE, or a --learning-rate that is neither a number nor a schedule."""
     hyper = job.optimizer.hyper()
     given: list[tuple[str, object, object]] = [
         ("--model", args.model, job.settings.get("model")),
@@ -180,7 +186,11 @@ def differences(args: argparse.Namespace, job: Job, workers: int) -> list[str]:
             job.settings.get("workers"),
         ),
         ("--optimizer", args.optimizer and args.optimizer.lower(), job.optimizer.kind),
-        ("--learning-rate", args.learning_rate, hyper.get("learning_rate")),
+        (
+            "--learning-rate",
+            args.learning_rate and schedules.parse(args.learning_rate),
+            getattr(job.optimizer, "learning_rate", None),
+        ),
         *(("--optimizer-arg", f"{k}={v:g}", _named(k, hyper)) for k, v in _optimizer_args(args)),
         ("--consistency", args.consistency, str(job.consistency)),
         ("--last-step", args.last_step, job.last_step),
@@ -192,10 +202,10 @@ def differences(args: argparse.Namespace, job: Job, workers: int) -> list[str]:
     ]
 
 
-def _hyper(args: argparse.Namespace) -> dict[str, float]:
+def _hyper(args: argparse.Namespace) -> dict[str, float | str]:
     """The optimizer's settings that were given. Raises: ConfigError for one given twice."""
     rate = args.learning_rate
-    hyper: dict[str, float] = {} if rate is None else {"learning_rate": rate}
+    hyper: dict[str, float | str] = {} if rate is None else {"learning_rate": rate}
     for name, value in _optimizer_args(args):
         if name in hyper:
             raise ConfigError(f"the optimizer's {name} is given twice; give it once")

@@ -93,11 +93,13 @@ class Connection:
                         break
                     except NotInitializedError as error:
                         empty = UnavailableError(
-                            f"{link.peer} holds no variables: no chief and no worker 0 has been "
-                            "there; start one, or check --ps"
+                            "not initialised yet: no chief, no worker 0; start one, or check --ps"
                         )
                         empty.__cause__ = error
-                        retry = self.pause(retry, link, empty, deadline)
+                        try:
+                            retry = self.pause(retry, link, empty, deadline)
+                        except UnavailableError as final:
+                            raise UnavailableError(f"{link.peer}: {final}") from error
                     except RETRYABLE as error:
                         retry = self.pause(retry, link, error, deadline)
                 if answer.server_incarnation in found:

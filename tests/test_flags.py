@@ -98,7 +98,7 @@ def test_the_learning_rate_left_out_is_the_optimizers_own() -> None:
         ("--keep -1 --checkpoint-dir x", ["--keep", "-1"]),
         ("--save-steps 5", ["--save-steps", "--checkpoint-dir"]),
         ("--keep 5", ["--keep", "--checkpoint-dir"]),
-        ("--optimizer lion", ["lion", "adam", "momentum", "sgd"]),
+        ("--optimizer tiger", ["tiger", "adam", "momentum", "sgd"]),
         ("--learning-rate nan", ["learning_rate", "nan"]),
         ("--optimizer-arg momentum=0.5", ["momentum", "sgd", "learning_rate"]),
         ("--optimizer-arg momentum", ["momentum", "name=number"]),

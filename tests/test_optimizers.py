@@ -6,26 +6,42 @@ import itertools
 import math
 import tracemalloc
 from collections.abc import Sequence
-from dataclasses import FrozenInstanceError, dataclass, fields
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from optimizer_cases import CASES, REFERENCE, VARIANTS, Case, run_reference
+from optimizer_cases import (
+    CASES,
+    MORE_CASES,
+    PEERS,
+    REFERENCE,
+    START,
+    VARIANTS,
+    Case,
+    Peer,
+    Vector,
+    run_reference,
+)
 
 from paramserver.errors import ConfigError, InvalidArgumentError
 from paramserver.optimizers import (
     BLOCK,
     RULES,
     SGD,
+    Adagrad,
     Adam,
+    AdamW,
     Array,
+    Ftrl,
     Momentum,
     Optimizer,
+    RMSProp,
     Scratch,
     Within,
+    Yogi,
     apply,
     from_hyper,
     from_name,
@@ -111,9 +127,9 @@ def same_bits(left: Sequence[Array], right: Sequence[Array]) -> bool:
 
 
 @every_dtype
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.name)
 def test_published_numbers(case: Case, dtype: Any) -> None:
-    value = np.array([1.0, -2.0, 0.5], dtype)
+    value = np.array(case.start, dtype)
     slots = new_slots(case.rules[0], value)
     for t, (rule, grad) in enumerate(zip(case.rules, case.grads, strict=True), 1):
         value, slots = step(rule, t, np.array(grad, dtype), value, slots)
@@ -144,6 +160,47 @@ def test_agrees_with_the_formula_in_plain_floats(rule: Optimizer, dtype: Any) ->
         np.testing.assert_allclose(slot, reference, rtol, atol)
 
 
+def run(rule: Optimizer, grads: Sequence[Vector], start: Vector, dtype: Any = np.float64) -> Array:
+    """The last value of a run."""
+    value: Array = np.array(start, dtype)
+    slots = new_slots(rule, value)
+    for t, grad in enumerate(grads, 1):
+        value, slots = step(rule, t, np.array(grad, dtype), value, slots)
+    return value
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: f"{peer.module}-{peer.ours.kind}")
+def test_agrees_with_other_libraries(peer: Peer) -> None:
+    module = pytest.importorskip(peer.module)
+    grads = np.random.default_rng(2).standard_normal((30, len(START))).tolist()
+    theirs = peer.run(module, peer.make, grads)
+    np.testing.assert_allclose(run(peer.ours, grads, START), theirs, 1e-9, 1e-12)
+
+
+@every_dtype
+def test_ftrl_without_penalties_is_adagrad(dtype: Any) -> None:
+    grads = np.random.default_rng(3).standard_normal((50, 7)).tolist()
+    for initial in (0.0, 0.1):
+        adagrad = run(Adagrad(0.3, initial, 1e-30), grads, [0.0] * 7, dtype)
+        ftrl = run(Ftrl(0.3, initial), grads, [0.0] * 7, dtype)
+        rtol = 1e-4 if dtype is np.float32 else 1e-11
+        np.testing.assert_allclose(ftrl, adagrad, rtol, rtol / 10)
+
+
+def test_ftrl_is_exactly_zero_up_to_l1() -> None:
+    value = run(Ftrl(0.1, l1=0.05), [(0.03, -0.07, 0.01)], (0.0, 0.0, 0.0))
+    assert value[0] == value[2] == 0 and value[1] > 0
+
+
+@every_dtype
+def test_weight_decay_is_not_lost_in_rounding(dtype: Any) -> None:
+    rule = AdamW(1e-3, weight_decay=2e-3)
+    value = run(rule, [[0.0] * 64] * 1000, [1.0 + i / 64 for i in range(64)], dtype)
+    lost = np.array([1.0 + i / 64 for i in range(64)]) - value
+    expected = (1 + np.arange(64) / 64) * (1 - (1 - 2e-6) ** 1000)
+    assert abs(lost.sum() / expected.sum() - 1) < 0.02
+
+
 def test_every_kind_takes_part() -> None:
     assert set(RULES) == {rule.kind for rule in VARIANTS.values()} == set(REFERENCE)
     assert set(RULES) == {case.rules[0].kind for case in CASES}
@@ -166,18 +223,62 @@ def test_update_numbers_have_no_end(t: int) -> None:
 
 @every_dtype
 @every_rule
-def test_a_zero_gradient_moves_nothing_at_the_start(rule: Optimizer, dtype: Any) -> None:
-    value = np.array([1.0, -2.0, 0.0], dtype)
-    moved, _ = step(rule, 1, np.zeros(3, dtype), value, new_slots(rule, value))
-    assert (moved == value).all()
+def test_zero_gradients_are_harmless(rule: Optimizer, dtype: Any) -> None:
+    """Before any gradient and after one. Only decay and FTRL move what has no gradient yet."""
+    start, zero, some = (1.0, -2.0, 0.0), (0.0, 0.0, 0.0), (0.5, -1.0, 0.0)
+    moved = run(rule, [zero], start, dtype)
+    if rule.kind == "ftrl":
+        assert (np.abs(moved) <= np.abs(start)).all()
+    elif not getattr(rule, "weight_decay", 0.0):
+        assert (moved == start).all()
+    for grads in ([zero] * 3, [some, zero, zero], [zero, some, zero]):
+        assert np.isfinite(run(rule, grads, start, dtype)).all()
 
 
 @every_dtype
-def test_the_smallest_epsilon_and_the_longest_memory_divide_by_no_zero(dtype: Any) -> None:
-    rule = Adam(epsilon=1e-30, beta2=math.nextafter(1.0, 0.0))
-    value = np.ones(3, dtype)
-    moved, _ = step(rule, 1, np.zeros(3, dtype), value, new_slots(rule, value))
-    assert (moved == 1).all()
+@pytest.mark.parametrize("kind", RULES)
+def test_settings_at_their_ends_divide_by_no_zero(kind: str, dtype: Any) -> None:
+    """The smallest epsilon, the longest memory, and slots that start at 0."""
+    ends = {
+        name: {"epsilon": 1e-30}.get(name, math.nextafter(1.0, 0.0))
+        for name in RULES[kind]().hyper()
+        if name in {"epsilon", "decay", "momentum", "beta1", "beta2"}
+    }
+    fills = {name: 0.0 for name in RULES[kind]().hyper() if name.startswith("initial_")}
+    flags = {"centered": 1.0, "epsilon_inside": 1.0} if kind == "rmsprop" else {}
+    for more in ({}, flags):
+        rule = from_hyper(kind, {**ends, **fills, **more})
+        moved = run(rule, [[0.0] * 3] * 2, [1.0] * 3, dtype)
+        assert np.isfinite(moved).all()
+        assert (moved == 1).all() or kind in ("ftrl", "adamw")
+
+
+def test_a_centered_mean_square_is_never_negative() -> None:
+    """A gradient that stays the same has no variance; in float32 its rounding may be below 0."""
+    for gradient in (100.0, 0.1, 3.3e5):
+        rule = RMSProp(1e-9, centered=True, decay=0.7)
+        assert np.isfinite(run(rule, [[gradient]] * 300, [1.0], np.float32)).all()
+
+
+def test_slots_start_as_their_settings_say() -> None:
+    fills: list[tuple[Optimizer, list[float]]] = [
+        (Adagrad(), [0.1]),
+        (Adagrad(initial_accumulator=2.0), [2.0]),
+        (Ftrl(initial_accumulator=0.5), [0.5, 0.0]),
+        (Yogi(), [0.0, 1e-6]),
+        (RMSProp(), [0.0]),
+        (RMSProp(initial_square=1.0, centered=True, momentum=0.5), [1.0, 0.0, 0.0]),
+    ]
+    for rule, expected in fills:
+        assert [float(slot[0]) for slot in new_slots(rule, np.ones(1))] == expected
+
+
+def test_a_slot_is_there_only_if_its_setting_is() -> None:
+    assert RMSProp.slots == RMSProp().slots == ("s",)
+    assert RMSProp(momentum=0.9).slots == ("s", "a")
+    assert RMSProp(centered=True).slots == ("s", "c")
+    assert RMSProp(centered=True, momentum=0.9).slots == ("s", "c", "a")
+    assert replace(RMSProp(momentum=0.9), momentum=0.0).slots == ("s",)
 
 
 # Blocks.
@@ -436,7 +537,7 @@ def test_a_numpy_update_number_becomes_a_python_int() -> None:
 @pytest.mark.parametrize("bad", [math.nan, -0.1, math.inf, "0.1", None, 10**400])
 @pytest.mark.parametrize("kind", RULES)
 def test_a_rate_is_finite_and_not_negative(kind: str, bad: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{kind}: learning_rate is .* 0 or more") as caught:
+    with pytest.raises(ConfigError, match=f"{kind}: learning_rate is .* a finite number") as caught:
         from_hyper(kind, {"learning_rate": bad})
     assert "\n" not in str(caught.value)
 
@@ -456,6 +557,14 @@ def test_a_rate_is_finite_and_not_negative(kind: str, bad: Any) -> None:
         ("adam", "epsilon", 0.0),
         ("adam", "epsilon", math.nan),
         ("adam", "epsilon", 1e-50),
+        ("adagrad", "initial_accumulator", -0.1),
+        ("adamw", "weight_decay", -0.1),
+        ("rmsprop", "decay", 1.0),
+        ("rmsprop", "centered", 2.0),
+        ("ftrl", "l1", -1.0),
+        ("ftrl", "l2", math.inf),
+        ("ftrl", "learning_rate", 0.0),
+        ("lion", "beta2", 1.0),
     ],
 )
 def test_settings_out_of_range_are_refused(kind: str, name: str, bad: Any) -> None:
@@ -463,8 +572,13 @@ def test_settings_out_of_range_are_refused(kind: str, name: str, bad: Any) -> No
         from_hyper(kind, {name: bad})
 
 
+def test_a_shrinkage_that_would_divide_by_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ftrl: l2_shrinkage .* give l2 or initial_accumulator"):
+        Ftrl(initial_accumulator=0.0, l2_shrinkage=0.1)
+
+
 def test_unknown_names_are_answered_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown optimizer 'adamm'.* adam, momentum, sgd"):
+    with pytest.raises(ConfigError, match=r"unknown optimizer 'adamm'.* adam, .*momentum, .*sgd"):
         from_hyper("adamm", {})
     with pytest.raises(ConfigError, match="no setting 'lr'; it has learning_rate, momentum, nest"):
         from_hyper("momentum", {"lr": 0.1})

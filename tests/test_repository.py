@@ -42,6 +42,8 @@ LAYERS = (
     Layer(
         "core",
         "paramserver.errors paramserver.cluster paramserver.placement paramserver.optimizers "
+        "paramserver.ranges paramserver.schedules paramserver.rule paramserver.rules "
+        "paramserver.squares paramserver.moments paramserver.blocks "
         "paramserver.consistency paramserver.membership paramserver.layout paramserver.buffers "
         "paramserver.grants paramserver.cut paramserver.cut_off "
         "paramserver.job paramserver.parameters paramserver.push paramserver.state "
