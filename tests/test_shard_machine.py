@@ -604,6 +604,9 @@ class OneShard(RuleBasedStateMachine):
     @rule()
     def restore(self) -> None:
         assert self.saved
+        for worker in self.model.clock:
+            if worker not in self.flying and (push := self.try_push(worker)):
+                self.flying[worker] = push
         snapshot, arrays, parameters = self.saved
         assert frozen(arrays_of(snapshot)) == frozen(arrays), "a snapshot has changed"
         old, late = self.shard, list(self.flying.values())
