@@ -173,7 +173,7 @@ class Client:
         a shard stays away for longer than `connect_timeout`."""
         names = [names] if isinstance(names, str) else names or ()
         with self._call():
-            return self._pull(tuple(names), wait, until(timeout), have)
+            return self._pull(tuple(dict.fromkeys(names)), wait, until(timeout), have)
 
     def _pull(
         self, names: tuple[str, ...], wait: bool, deadline: float, have: Params | None = None

@@ -175,7 +175,10 @@ def pieces(
     dtypes = [DTYPES[layout.groups[piece.group].dtype] for piece in ranges]
     named = sum(p.count * dtype.itemsize for p, dtype in zip(ranges, dtypes, strict=True))
     if named != frame.nbytes:
-        raise InvalidArgumentError(f"the ranges name {named} bytes, the payload has {frame.nbytes}")
+        raise InvalidArgumentError(
+            f"the ranges name {named} bytes, the payload has {frame.nbytes}"
+            + (layout.near(ranges[0]) if ranges else "")
+        )
     found: list[tuple[Range, Array]] = []
     at = 0
     for piece, dtype in zip(ranges, dtypes, strict=True):

@@ -144,11 +144,11 @@ class Layout:
             )
 
     def near(self, piece: Range) -> str:
-        """Where a range begins, or the nearest to it, for a message: " (variable 'w')"."""
+        """Where a range begins, or the nearest to it, for a message: ", at variable 'w'"."""
         size = self.groups[piece.group].size
         if not size:
             return ""
-        return f" (variable {self.at(piece.group, min(max(piece.offset, 0), size - 1)).name!r})"
+        return f", at variable {self.at(piece.group, min(max(piece.offset, 0), size - 1)).name!r}"
 
     def ranges(self, names: Sequence[str] = ()) -> list[Range]:
         """The ranges that hold `names` (all, if empty), neighbours merged, in layout order.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,27 +22,38 @@ class Received:
     def __init__(self, layout: Layout, names: Sequence[str], pool: Pool) -> None:
         self.layout = layout
         self._missing = 0
-        self._parts: list[tuple[Range, Array]] = []
+        self._parts: list[Array] = []
+        # Where each part begins: (group, offset), ascending.
+        self._starts: list[tuple[int, int]] = []
         for piece in layout.ranges(names):
             array = pool.take(piece.count, DTYPES[layout.groups[piece.group].dtype])
-            self._parts.append((piece, array))
+            self._parts.append(array)
+            self._starts.append((piece.group, piece.offset))
             self._missing += piece.count
 
     def add(self, piece: Range, values: Array) -> None:
         """Takes a piece. Raises: InvalidArgumentError for one that was not asked for."""
-        for wanted, array in self._parts:
-            start = piece.offset - wanted.offset
-            if wanted.group == piece.group and 0 <= start <= wanted.count - piece.count:
-                np.copyto(array[start : start + piece.count], values)
-                self._missing -= piece.count
-                return
-        raise InvalidArgumentError(f"the server sent {piece}, which was not asked for")
+        part = self._part(piece.group, piece.offset, piece.count)
+        if part is None:
+            raise InvalidArgumentError(f"the server sent {piece}, which was not asked for")
+        np.copyto(part, values)
+        self._missing -= piece.count
+
+    def _part(self, group: int, offset: int, count: int) -> Array | None:
+        """Where `count` elements from `offset` of a group go; None: they were not asked for."""
+        i = bisect_right(self._starts, (group, offset)) - 1
+        if i < 0 or self._starts[i][0] != group:
+            return None
+        start = offset - self._starts[i][1]
+        return (
+            self._parts[i][start : start + count] if start + count <= len(self._parts[i]) else None
+        )
 
     def finish(self) -> None:
         """Checks that all has come, once the last message has. Raises: InvalidArgumentError."""
         if self._missing:
             raise InvalidArgumentError(f"the server left out {self._missing} elements")
-        for _, array in self._parts:
+        for array in self._parts:
             array.flags.writeable = False
 
     def array(self, name: str) -> Array | None:
@@ -51,11 +63,8 @@ class Received:
             empty = np.empty(variable.shape, DTYPES[variable.dtype])
             empty.flags.writeable = False
             return empty
-        for piece, array in self._parts:
-            start = variable.offset - piece.offset
-            if piece.group == variable.group and 0 <= start < piece.count:
-                return array[start : start + variable.size].reshape(variable.shape)
-        return None
+        part = self._part(variable.group, variable.offset, variable.size)
+        return None if part is None else part.reshape(variable.shape)
 
 
 @dataclass(frozen=True)

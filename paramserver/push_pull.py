@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 from paramserver.consistency import Gate
 from paramserver.errors import DeadlineExceededError, ResourceExhaustedError
@@ -19,6 +20,8 @@ from paramserver.membership import Roster
 from paramserver.push import PushHeader, PushResult
 from paramserver.shard import Shard, View
 from paramserver.update import Push
+
+T = TypeVar("T")
 
 #: A push that is applied as it arrives has to bring so many elements in so many seconds while
 #: complete ones wait behind it: about 32 MB/s.
@@ -32,19 +35,23 @@ class PushPull:
     def __init__(self, host: Host) -> None:
         self._host = host
 
-    def begin_push(self, header: PushHeader, roster: Roster | None) -> Push | PushResult:
-        """Decides on a push; see `Shard.begin`. Waits only for a cut or an earlier copy of
-        itself."""
+    def begin_push(
+        self, header: PushHeader, roster: Roster | None, active: Callable[[], bool]
+    ) -> Push | PushResult:
+        """Decides on a push; see `Shard.begin`. Waits only for a cut, an earlier copy of itself, or
+        room, and no longer than the call is `active`. Raises: DeadlineExceededError."""
 
         def decide() -> Push | PushResult | Gate:
-            shard = self._host.need()
-            return shard.begin(header, self._host.now())
+            return self._host.need().begin(header, self._host.now())
 
+        patience_s = self._host.settings.push_wait_s
         with self._host.changed:
             if self._host.shard:
                 self._host.adopt_for(self._host.shard, roster)
-            begun: Push | PushResult = self._host.wait_for(decide, self._host.settings.push_wait_s)
-            return begun
+            begun: Push | PushResult | Gate = self._until_open(decide, patience_s, active)
+        if isinstance(begun, Gate):
+            raise DeadlineExceededError(f"waited {patience_s:g} s: {begun.reason}")
+        return begun
 
     def finish_push(self, push: Push) -> PushResult:
         """Checks a complete push and sees it applied (sync: staged). Raises what the checks
@@ -116,27 +123,43 @@ class PushPull:
 
         Returns early with a closed gate when the call is no longer `active`. A view with values is
         to be given back with `release`."""
+
+        def look() -> View | Gate:
+            while True:
+                shard = self._host.need()
+                outcome = shard.pull(session, member, clock, values)
+                if isinstance(outcome, View) or not self._host.apply_one(shard):
+                    return outcome
+
+        with self._host.changed:
+            return self._until_open(look, patience_s, active)
+
+    def _until_open(
+        self, decide: Callable[[], T | Gate], patience_s: float, active: Callable[[], bool]
+    ) -> T | Gate:
+        """Asks again whenever something changed; a closed gate once the time is over or the call no
+        longer `active`: nobody must pass then. Called with the lock held.
+
+        Raises: ResourceExhaustedError if too many wait already."""
         until = self._host.now() + patience_s
         token = threading.get_ident()
-        with self._host.changed:
-            try:
-                while True:
-                    shard = self._host.need()
-                    outcome = shard.pull(session, member, clock, values)
-                    if isinstance(outcome, View):
-                        return outcome
-                    if self._host.apply_one(shard):
-                        continue
-                    left = until - self._host.now()
-                    if left <= 0 or not active():
-                        return outcome
-                    if token not in self._host.waits:
-                        self._admit_waiting()
-                    since = self._host.waits.get(token, ("", self._host.now()))[1]
-                    self._host.waits[token] = (outcome.reason, since)
-                    self._host.changed.wait(left)
-            finally:
-                self._host.waits.pop(token, None)
+        waits = self._host.waits
+        try:
+            while True:
+                outcome = decide()
+                if not isinstance(outcome, Gate):
+                    return outcome
+                left = until - self._host.now()
+                if left <= 0:
+                    return outcome
+                if token not in waits:
+                    self._admit_waiting()
+                waits[token] = outcome.reason, waits.get(token, ("", self._host.now()))[1]
+                self._host.changed.wait(left)
+                if not active():
+                    return outcome
+        finally:
+            waits.pop(token, None)
 
     def _admit_waiting(self) -> None:
         if len(self._host.waits) >= self._host.settings.max_workers:

@@ -58,9 +58,10 @@ class ParameterService:
             rpc_errors(context, self._on_defect),
             self._host.stream(context.cancel) as stream,
         ):
+            context.add_callback(self._host.wake)
             messages = stream.reading(requests)
             first = _first(pb.PushRequest, messages)
-            result = self._push(first, messages, stream)
+            result = self._push(first, messages, stream, context)
             return pb.PushResponse(
                 result=convert.push_result_to_proto(result),
                 roster=self._news(first.message.header.caller),
@@ -71,12 +72,15 @@ class ParameterService:
         first: framing.Frame[Request],
         requests: Iterator[bytes],
         stream: Stream,
+        context: grpc.ServicerContext,
     ) -> PushResult:
         """Takes one push off a stream, to its last message, and sees it applied."""
         cls = type(first.message)
         header = first.message.header
         outcome = self._data.begin_push(
-            convert.push_header_from_proto(header), convert.roster_in(header.caller)
+            convert.push_header_from_proto(header),
+            convert.roster_in(header.caller),
+            context.is_active,
         )
         stream.member = header.caller.worker, header.caller.incarnation
         if isinstance(outcome, PushResult):
@@ -89,6 +93,10 @@ class ParameterService:
             for frame in frames if first.message.last else read_ahead(frames, READ_AHEAD):
                 for piece, values in codec.pieces(frame, outcome.layout):
                     outcome.feed(piece, values)
+            if not frame.message.last:
+                raise InvalidArgumentError(
+                    f"the push ended before its last message{outcome.where}; nothing was applied"
+                )
             return self._data.finish_push(outcome)
         except BaseException:
             self._data.abort_push(outcome)
@@ -183,6 +191,8 @@ class ParameterService:
             message = head
             for chunk in codec.chunks(parts, self._chunk_bytes):
                 yield codec.framed(message, chunk)
+                # Sent. gRPC keeps a message until the next one; it must not keep arrays with it.
+                chunk.arrays.clear()
                 message = cls()
             self._data.delivered(view, (caller.worker, caller.incarnation))
         finally:
@@ -206,31 +216,42 @@ class ParameterService:
     ) -> Iterator[framing.Frame[pb.PushPullResponse]]:
         for data in requests:
             stream.at_rest = False
-            first = _opening(pb.PushPullRequest, data)
-            caller, options = first.message.header.caller, first.message.options
-            result = self._push(first, requests, stream)
-            known = caller.known_roster
-            head = pb.PushPullResponse(result=convert.push_result_to_proto(result))
-            # If the pull need not wait, one message carries both halves' answers.
-            try:
-                view = self._look(caller, options, context, 0.0)
-            except ParamServerError:
-                # The push is in, and its sender is to know, whatever became of the pull.
-                yield framing.Frame(head)
-                raise
-            if not isinstance(view, View):
-                news = self._host.news(known)
-                if news:
-                    head.roster.CopyFrom(convert.roster_to_proto(news))
-                    known = news.number
-                yield framing.Frame(head)
-                head = pb.PushPullResponse()
-                waited = yield from self._wait(pb.PushPullResponse, caller, options, known, context)
-                if waited is None:
-                    return
-                view = waited
-            yield from self._answer(head, view, caller, options, known)
+            turn = self._turn(_opening(pb.PushPullRequest, data), requests, stream, context)
+            # A worker may compute for long: with the turn all goes that it referred to.
+            del data
+            yield from turn
             stream.at_rest = True
+
+    def _turn(
+        self,
+        first: framing.Frame[pb.PushPullRequest],
+        requests: Iterator[bytes],
+        stream: Stream,
+        context: grpc.ServicerContext,
+    ) -> Iterator[framing.Frame[pb.PushPullResponse]]:
+        caller, options = first.message.header.caller, first.message.options
+        result = self._push(first, requests, stream, context)
+        known = caller.known_roster
+        head = pb.PushPullResponse(result=convert.push_result_to_proto(result))
+        # If the pull need not wait, one message carries both halves' answers.
+        try:
+            view = self._look(caller, options, context, 0.0)
+        except ParamServerError:
+            # The push is in, and its sender is to know, whatever became of the pull.
+            yield framing.Frame(head)
+            raise
+        if not isinstance(view, View):
+            news = self._host.news(known)
+            if news:
+                head.roster.CopyFrom(convert.roster_to_proto(news))
+                known = news.number
+            yield framing.Frame(head)
+            head = pb.PushPullResponse()
+            waited = yield from self._wait(pb.PushPullResponse, caller, options, known, context)
+            if waited is None:
+                return
+            view = waited
+        yield from self._answer(head, view, caller, options, known)
 
     # -- membership ----------------------------------------------------------------------------
 
@@ -303,9 +324,9 @@ def _opening(cls: type[Request], data: bytes) -> framing.Frame[Request]:
 def _rest(
     cls: type[Request], first: framing.Frame[Request], requests: Iterator[bytes]
 ) -> Iterator[framing.Frame[Request]]:
-    """The messages of one push, from its first to the one marked last.
+    """The messages of one push, from its first to the one marked last, or as far as they come.
 
-    Raises: InvalidArgumentError if the stream ends before that, or another header comes."""
+    Raises: InvalidArgumentError if another header comes."""
     frame = first
     while True:
         yield frame
@@ -313,9 +334,7 @@ def _rest(
             return
         data = next(requests, None)
         if data is None:
-            raise InvalidArgumentError(
-                "the push ended before its last message; nothing was applied"
-            )
+            return
         frame = framing.decode(cls, data)
         if frame.message.HasField("header"):
             raise InvalidArgumentError("a second header came inside a push; nothing was applied")

@@ -181,6 +181,8 @@ def reason(error: BaseException | None) -> str:
     if not isinstance(cause, grpc.RpcError):
         return str(error)
     details = _details(cause)
+    if KIND_KEY in dict(_trailing(cause)):
+        return details  # a server's own words
     if _status(cause) is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "it does not answer"
     if _status(cause) is grpc.StatusCode.UNAVAILABLE:

@@ -44,6 +44,7 @@ class Stream:
             finally:
                 self._since = None
             yield message
+            del message  # not kept alive while the next one is awaited
 
     def sending(self, messages: Iterable[T]) -> Iterator[T]:
         """The answer. Each message is awaited until the client has room for it."""

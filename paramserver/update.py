@@ -44,6 +44,7 @@ class Push:
         #: Elements fed so far, for whoever waits to see whether it moves.
         self.fed = 0
         self._coverage = Coverage(layout)
+        self._latest: Range | None = None
         self._pieces: dict[int, list[tuple[int, Array]]] = {}
         self._sorted = True
 
@@ -61,6 +62,7 @@ class Push:
         self._coverage.add(piece)
         check_finite(self.layout, piece, values)
         self.fed += piece.count
+        self._latest = piece
         if self.update:
             self.update.apply(piece.group, piece.offset, piece.offset + piece.count, [values])
             return
@@ -81,6 +83,11 @@ class Push:
             for pieces in self._pieces.values():
                 pieces.sort(key=lambda p: p[0])
             self._sorted = True
+
+    @property
+    def where(self) -> str:
+        """How far it has come, for a message: ", at variable 'w'"."""
+        return self.layout.near(self._latest) if self._latest else ""
 
     @property
     def groups(self) -> list[int]:

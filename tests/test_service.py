@@ -258,7 +258,7 @@ W = MODEL["w"]
          [push(ranges=[tensor_pb2.Range(count=6)] * 2, payload=bytes(48))]),
         # -- streams that are none
         ("INVALID_ARGUMENT", "ended before its header", []),
-        ("INVALID_ARGUMENT", "the push ended before its last message; nothing was applied",
+        ("INVALID_ARGUMENT", "ended before its last message, at variable 'd'; nothing was applied",
          [push(*ONES, last=False)]),
         ("INVALID_ARGUMENT", "a second header came inside a push",
          [push(*ONES, last=False), push(header=header(2))]),
