@@ -135,7 +135,12 @@ class Link:
     ) -> pb.PullHeader:
         """Reads the answer to a pull into `received` (None: only the header is wanted)."""
         with self._errors():
-            return self._read(self._frames_in(pb.PullResponse, call), received, on_waiting).header
+            header = self._read(self._frames_in(pb.PullResponse, call), received, on_waiting).header
+            # To its end: letting go of a call before cancels it, and its server may never know
+            # that all of it has arrived.
+            for _ in call:
+                pass
+            return header
 
     def _frames_in(self, cls: type[Answer], call: Iterator[bytes]) -> Iterator[Frame[Answer]]:
         return (framing.decode(cls, data) for data in call)

@@ -63,13 +63,14 @@ class Parameters:
         """Makes what the update wrote current: one swap of references, one version more."""
         self.writer = None
         self.version += 1
+        # Also those it leaves out: how variables are spread over groups and shards must not show.
+        self._updates = [updates + 1 for updates in self._updates]
         for g, target in update.targets.items():
             for flat, spare in zip(self._buffers.flat[g], target.spares, strict=True):
                 if g in update.touched:
                     flat.publish(spare)
                 else:
                     flat.discard(spare)
-            self._updates[g] += g in update.touched
 
     def drop(self, update: Update, still_written: bool = False) -> None:
         """Forgets an update. `still_written`: by a thread that has not noticed yet, so that its

@@ -145,22 +145,20 @@ def saved(job: Cluster) -> dict[str, Any]:
 
 
 def computed(rule: Optimizer, start: Arrays, steps: Iterable[Arrays]) -> dict[str, Any]:
-    """The same without any server, variable by variable; those of one dtype count together."""
+    """The same without any server, variable by variable; a step counts for all of them."""
     values = dict(start)
     slots = {name: optimizers.new_slots(rule, array) for name, array in start.items()}
-    counts = {array.dtype: 0 for array in start.values()}
-    for grads in steps:
-        for dtype in {grad.dtype for grad in grads.values() if grad.size}:
-            counts[dtype] += 1
+    count = 0
+    for count, grads in enumerate(steps, start=1):
         for name, grad in grads.items():
             values[name], slots[name] = optimizers.step(
-                rule, counts[grad.dtype], grad, values[name], slots[name]
+                rule, count, grad, values[name], slots[name]
             )
     return {
         name: (
             value.tobytes(),
             dict(zip(rule.slots, (slot.tobytes() for slot in slots[name]), strict=True)),
-            counts[value.dtype],
+            count,
         )
         for name, value in values.items()
     }
@@ -216,6 +214,21 @@ def test_every_path_gives_the_same_bits(
         assert saved(job) == expected, (max_message, call)
         params = client.pull(wait=False)
         assert {n: params[n].tobytes() for n in params} == {n: e[0] for n, e in expected.items()}
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_what_is_left_out_counts_the_same_however_it_is_sharded(
+    cluster: MakeCluster, shards: int
+) -> None:
+    """Adam's correction goes by the steps of the job, not by those that named a neighbour."""
+    start = {"a": np.zeros(3, np.float32), "b": np.zeros(2, np.float32)}
+    steps: list[Arrays] = [{"a": np.ones(3, np.float32)}] * 5 + [{"b": np.ones(2, np.float32)}, {}]
+    job = cluster(shards, lease=30.0)
+    job.initialize(start, Adam(0.1))
+    client = job.client("worker:0")
+    for grads in steps:
+        client.push(grads)
+    assert saved(job) == computed(Adam(0.1), start, steps)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -1005,6 +1018,24 @@ def test_some_of_very_many_variables(cluster: MakeCluster) -> None:
             (array == int(name[1:])).all() for name, array in zip(names, arrays, strict=True)
         )
     assert spent[1] < 5 * spent[0]
+
+
+def test_a_server_knows_who_has_pulled_the_end(cluster: MakeCluster) -> None:
+    """Each time and on each shard, or the chief would wait for somebody who has all of it."""
+    job = cluster(2, lease=30.0)
+    job.initialize({"a": np.zeros(4), "b": np.zeros(4)}, last_step=1)
+    job.client("worker:0").push({"a": np.ones(4)})
+    for i in range(1, 61):
+        client = job.client(f"worker:{i}")
+        assert client.pull().complete
+        for server in job.servers:
+            wait_for(partial(told, server, f"worker:{i}"), "it to be known", 5)
+        client.close()
+
+
+def told(server: ps.Server, worker: str) -> bool:
+    with server.host.reading() as shard:
+        return worker not in shard.untold()
 
 
 # -- both at once ----------------------------------------------------------------------------------
