@@ -1,7 +1,7 @@
 # `make` alone lists what can be done. Each target sets up what it needs, inside this folder.
 PYTHON ?= python3
 ARGS ?=
-FLOOR_TESTS ?= tests/test_repository.py
+FLOOR_TESTS ?= tests/test_client.py tests/test_framing.py
 
 VENV := .venv
 BIN := $(VENV)/bin
