@@ -240,15 +240,18 @@ class FaultProxy:
         while end.due and not self._cut:
             at, data = end.queue.popleft()
             allowed = data[: int(min(self._budget[end.towards], len(data)))]
+            # Counted before it can arrive: whoever has it may look at the count at once.
+            self.forwarded[end.towards] += len(allowed)
             try:
                 sent = end.socket.send(allowed) if allowed else 0
             except BlockingIOError:
+                self.forwarded[end.towards] -= len(allowed)
                 end.queue.appendleft((at, data))
                 return
             except OSError:
                 self._drop(end)
                 return
-            self.forwarded[end.towards] += sent
+            self.forwarded[end.towards] -= len(allowed) - sent
             self._budget[end.towards] -= sent
             self._cut = self._budget[end.towards] <= 0
             if sent < len(data):
