@@ -381,8 +381,10 @@ class ControlClient:
 
     def _fetch(self, peer: _Peer, cut: int) -> ShardArrays:
         """Streams what a cut kept into fresh arrays."""
+        nbytes = self._status(peer, CALL_S).bytes_held
+        request = pb.SnapshotRequest(chief=self._chief(peer), cut=cut)
         with call_errors(peer.name):
-            stream = peer.stub.Snapshot(pb.SnapshotRequest(chief=self._chief(peer), cut=cut))
+            stream = peer.stub.Snapshot(request, timeout=CALL_S + nbytes / SLOWEST_BYTES_PER_S)
             return received(stream, peer.name)
 
     def _abandon(self, cut: int) -> None:
